@@ -162,6 +162,77 @@ def test_weights_that_enter_another_einsum_first_are_recorded(x):
     torch.testing.assert_close(weights(seen)[0][:, 0], scores(x).softmax(-1))
 
 
+# Axes that another module, or the input, tells apart.
+
+
+class Heads(nn.Module):
+    """Names its heads; the products are in a module of their own, which sees them in one axis with the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.qkv = 3, nn.Linear(8, 36)
+        self.inner = Calls(lambda q, k, v: weights_of(q, k) @ v)
+
+    def split(self, x):
+        return self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x):
+        q, k, v = self.split(x).flatten(1, 2)
+        return self.inner(q, k, v).unflatten(0, (len(x), 3)).transpose(1, 2).flatten(2)
+
+
+def weights_of(q, k):
+    return (q @ k.mT).softmax(-1)
+
+
+def test_heads_that_the_module_around_names(x):
+    model = Heads()
+    seen = recorded(model, x[:1])
+    assert seen.refused == []
+    torch.testing.assert_close(weights(seen)[0], weights_of(*model.split(x[:1])[:2]))
+    assert "batch and heads share one axis" in reasons(recorded(model, x))
+
+
+class Windows(Heads):
+    """Batch and heads in the first axis, windows of two positions in the second."""
+
+    def forward(self, x):
+        q, k, v = self.split(x).flatten(1, 2).unflatten(2, (-1, 2))
+        return (weights_of(q, k) @ v).flatten(1, 2).unflatten(0, (len(x), 3)).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_windows_are_not_taken_for_heads(batch):
+    seen = recorded(Windows(), torch.randn(batch, 8, 8))
+    assert not seen.passes
+    assert "batch and heads share one axis" in reasons(seen)
+
+
+class Translator(nn.Module):
+    """A recurrent encoder and decoder of (length, batch), as in the first papers."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.GRU(8, 8), nn.GRU(8, 8)
+
+    def forward(self, x):
+        keys, h = self.encoder(x)
+        w = torch.einsum("bd,jbd->bj", h[0], keys).softmax(-1)
+        y, _ = self.decoder((w.unsqueeze(1) @ keys.transpose(0, 1)).transpose(0, 1), h)
+        self.truth = w
+        return y
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 6])
+def test_sequences_behind_the_length_of_the_input(batch):
+    model = Translator()
+    seen = recorded(model, torch.randn(6, batch, 8))
+    if batch == 6:  # as many sequences as positions
+        assert all(layer.shape == (6, 1, 1, 6) for layer in seen.layers)
+    else:
+        torch.testing.assert_close(weights(seen)[0], model.truth[:, None, None])
+
+
 # Weights over positions that no product of queries and keys made.
 
 

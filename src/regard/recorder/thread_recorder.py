@@ -157,8 +157,8 @@ class ThreadRecorder:
             return None
         return calling_module(frame, self.shared.names)
 
-    def batch_size(self, rows: int) -> int | None:
-        return batch_size(self.axes, rows)
+    def batch_size(self, rows: int, keys: int | None = None, count: int | None = None) -> int | None:
+        return batch_size(self.axes, rows, keys, count)
 
     def refuse(self, name: str, reason: str) -> None:
         self.shared.refuse(name, reason)

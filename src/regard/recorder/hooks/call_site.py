@@ -18,6 +18,7 @@ __all__ = [
     "CallSite",
     "called_by",
     "calling_module",
+    "enclosing_module",
     "has_parameter_axis",
     "is_only_thread",
     "is_plain_layer",
@@ -212,6 +213,11 @@ def _has_projections(module: nn.Module) -> bool:
     """Whether a module has matrices for queries and keys: two of them, or one that makes all three."""
     matrices = [p for p in module.parameters() if p.ndim == 2]
     return len(matrices) > 1 or any(max(m.shape) >= 3 * min(m.shape) for m in matrices)
+
+
+def enclosing_module(site: CallSite) -> nn.Module | None:
+    """The module that called the one of a site."""
+    return next((module for _, module in _modules(site.frames[-1].f_back if site.frames else None)), None)
 
 
 def has_parameter_axis(site: CallSite, size: int) -> bool:

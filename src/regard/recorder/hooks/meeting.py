@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..calls import AttentionCall
 from . import tap
-from .call_site import has_parameter_axis, looks_like_attention
-from .layout import heads_come_first, shared_axis_reason, split_heads
+from .call_site import CallSite, enclosing_module, has_parameter_axis, looks_like_attention
+from .layout import heads_come_first, heads_of, shared_axis_reason, split_heads
 from .softmax_trail import (
     CHOSEN,
     DIVIDED,
@@ -154,24 +154,31 @@ def finish(
         listener.refuse(site.name, reason)
         return
     w = w if w.ndim > 1 else w.unsqueeze(0)
-    batch = listener.batch_size(w.shape[-2])
+    batch = listener.batch_size(w.shape[-2], w.shape[-1], w.shape[0] if w.ndim == 3 else None)
+    module = _naming_heads(site)
     s = softmax.scores if softmax.scores is not None and softmax.scores.shape[:-1] == w.shape[:-1] else None
     if s is not None:
         s = s[..., : w.shape[-1]]  # without the column of a sink
     swapped: bool | None = False
     if w.ndim == 4:
         has_both = v.ndim >= 4 and all(of_v >= of_w for of_v, of_w in zip(v.shape[:2], w.shape[:2], strict=True))
-        swapped = heads_come_first(v if has_both else w, site.module, batch, as_projected=has_both)
+        swapped = heads_come_first(v if has_both else w, module, batch, as_projected=has_both)
     if swapped:
         w = w.transpose(0, 1)
         s, values = (x if x is None or x.ndim < 4 else x.transpose(0, 1) for x in (s, values))
-    w4 = split_heads(w, site.module, batch)
+    w4 = split_heads(w, module, batch)
     if w4 is None or swapped is None:
         listener.refuse(site.name, shared_axis_reason(site))
         return
-    call = AttentionCall(v=None if values is None else split_heads(values, site.module, batch), w=w4)
-    call.s = None if s is None else split_heads(s, site.module, batch)
+    call = AttentionCall(v=None if values is None else split_heads(values, module, batch), w=w4)
+    call.s = None if s is None else split_heads(s, module, batch)
     listener.attention(site, call)
+
+
+def _naming_heads(site: CallSite) -> nn.Module | None:
+    """The module of a site; the one around it, where that alone names the number of heads."""
+    around = None if heads_of(site.module) is not None else enclosing_module(site)
+    return site.module if heads_of(around) is None else around
 
 
 def sums_to_one(w: Tensor, axis: int = -1) -> bool:

@@ -63,8 +63,8 @@ class Listener(Protocol):
     def call_site(self, frame: FrameType) -> CallSite | None:
         """The module a call came from; None if it is not part of the model."""
 
-    def batch_size(self, rows: int) -> int | None:
-        """The number of sequences of the running pass, if it is known; so many queries may tell the axis of them."""
+    def batch_size(self, rows: int, keys: int | None = None, count: int | None = None) -> int | None:
+        """The number of sequences of the running pass, if it is known; see `model_hooks.batch_size`."""
 
     def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
         """An attention call of `site`, or of its submodule of that name."""
