@@ -239,3 +239,31 @@ def test_a_selection_has_one_numbering():
     assert str(part.show("x", layer=4, head=1)) == str(seen.show("x", layer=4, head=1))
     with pytest.raises(IndexError, match=r"\[2, 4\]"):
         part[0]
+
+
+def test_a_layer_is_in_a_recording_by_its_number_and_name(seen):
+    assert all(which in seen and which in seen.passes[0] for which in (0, "2", seen.layers[1], np.int64(1)))
+    assert not any(which in seen for which in (3, "9", -1, None, seen))
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "text"),
+    [
+        (lambda seen: seen.find("cat", item="a"), TypeError, "asked for by its number in the batch.*'a'"),
+        (lambda seen: seen.layer(0).sequence(None), TypeError, "asked for by its number in the batch.*None"),
+        (lambda seen: seen.heads(by=["sink"]), ValueError, "unknown measure \\['sink'\\]"),
+    ],
+)
+def test_a_question_of_the_wrong_kind_says_what_must_hold(ask, error, text, seen):
+    with pytest.raises(error, match=text):
+        ask(seen)
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda s: s.find("cat"), lambda s: s.heads(), lambda s: s.rollout("cat"), lambda s: s[0]]
+)
+def test_a_question_to_an_empty_recording_says_that_nothing_was_recorded(ask):
+    with regard.record(nn.Linear(2, 2), tokens=WORDS) as nothing:
+        pass
+    with pytest.raises(IndexError, match="nothing was recorded"):
+        ask(nothing)

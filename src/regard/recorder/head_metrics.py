@@ -298,7 +298,7 @@ SMALLEST_FIRST = ("entropy", "entropy_without_sink")
 @torch.no_grad()
 def heads(layers: list[Any], by: HeadMeasure, item: int | None) -> Table[HeadValue]:
     """Every head of every layer with one number; smallest first for entropies, largest first otherwise."""
-    if by not in BY:
+    if not isinstance(by, str) or by not in BY:
         raise ValueError(f"unknown measure {by!r}; the measures are {', '.join(BY)}.")
     if by not in ANY_KIND:
         layers = [layer for layer in layers if layer.kind == "self"]

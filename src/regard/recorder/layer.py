@@ -155,7 +155,10 @@ class Layer:
             >>> seen.layers[0].sequence(1).tokens[0]
             ('the', 'cat', 'sat')
         """
-        weights = self.weights
+        weights, number = self.weights, as_int(item)
+        if number is None:
+            raise TypeError(f"a sequence is asked for by its number in the batch, such as item=0; got {item!r}.")
+        item = number
         if not -weights.shape[0] <= item < weights.shape[0]:
             raise IndexError(f"the batch has {weights.shape[0]} sequences; got item {item}.")
         item %= weights.shape[0]

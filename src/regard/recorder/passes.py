@@ -94,9 +94,10 @@ class OpenPass:
 
     def restarts_with(self, name: str) -> bool:
         """Whether a call outside any forward is the first of another pass: its first layer comes a second time."""
-        if not self.loose or not self.calls or self.calls[0].name != name:
+        # Of all calls: those of a later step of a generation are not among `calls`.
+        if not self.loose or next(iter(self._times), None) != name:
             return False
-        return len({call.name for call in self.calls}) == len(self.calls)  # else one module is called many times a pass
+        return max(self._times.values()) == 1  # else one module is called many times a pass
 
     def find(self, name: str, nth: int) -> Call | None:
         return next((call for call in self.calls if call.name == name and call.nth == nth), None)

@@ -59,6 +59,24 @@ class LayerStack:
     def __iter__(self) -> Iterator[Layer]:
         return iter(self.layers)
 
+    def __contains__(self, which: object) -> bool:
+        """Whether a layer, or one of that number or name, was recorded."""
+        if isinstance(which, Layer):
+            return any(layer is which for layer in self.layers)
+        if as_int(which) is not None:
+            return any(layer.index == which for layer in self.layers)
+        return isinstance(which, str) and any(
+            layer.name == which or layer.name.endswith("." + which) for layer in self.layers
+        )
+
+    def _recorded(self) -> Any:
+        """The layers; an error if there are none."""
+        if not self.layers:
+            raise IndexError(
+                f"nothing was recorded. Run the model inside the block, and ask after its end.{self._refusal()}"
+            )
+        return self.layers
+
     def layer(self, which: int | str) -> Layer:
         """A layer.
 
@@ -80,10 +98,7 @@ class LayerStack:
             >>> seen.layer(-1)
             Layer(0, '', self, 1×2×3×3)
         """
-        if not self.layers:
-            raise IndexError(
-                f"nothing was recorded. Run the model inside the block, and ask after its end.{self._refusal()}"
-            )
+        self._recorded()
         if isinstance(which, str):
             return self._layer_by_name(which)
         if as_int(which) is None:
@@ -149,7 +164,7 @@ class LayerStack:
             >>> seen.find("cat").columns
             ('layer', 'head', 'key', 'weight')
         """
-        return head_metrics.find(self.layers, a, b, item)
+        return head_metrics.find(self._recorded(), a, b, item)
 
     def heads(self, by: HeadMeasure = "entropy", item: int | None = None) -> Table[HeadValue]:
         """Every head with one number.
@@ -180,7 +195,7 @@ class LayerStack:
             >>> first.value >= second.value
             True
         """
-        return head_metrics.heads(self.layers, by, item)
+        return head_metrics.heads(self._recorded(), by, item)
 
     def rollout(self, token: KeyLike, item: int | None = None) -> Tensor:
         """Attention rollout: the share of each input position in this token after all layers.
@@ -203,7 +218,7 @@ class LayerStack:
             >>> round(seen.rollout("cat").sum().item(), 4)
             1.0
         """
-        return head_metrics.rollout(self.layers, token, item)
+        return head_metrics.rollout(self._recorded(), token, item)
 
     def summary(self) -> Table[HeadSummary]:
         """Every head with its mean entropy, mean largest weight, and the share of the key that receives most.

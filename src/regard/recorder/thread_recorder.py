@@ -157,11 +157,18 @@ class ThreadRecorder:
             return None
         return calling_module(frame, self.shared.names)
 
-    def batch_size(self, rows: int) -> int | None:
-        return batch_size(self.axes, rows)
+    def batch_size(self, rows: int, keys: int | None = None, count: int | None = None) -> int | None:
+        return batch_size(self.axes, rows, keys, count)
 
     def refuse(self, name: str, reason: str) -> None:
         self.shared.refuse(name, reason)
+
+    def retract(self, site: CallSite, reason: str) -> None:
+        calls = [] if self._pass is None else self._pass.calls
+        last = next((call for call in reversed(calls) if call.name == site.name), None)
+        if last is not None:
+            calls.remove(last)
+            self.refuse(site.name, reason)
 
     def refuse_at(self, frame: FrameType, reason: str) -> None:
         if (site := self.call_site(frame)) is not None:

@@ -298,8 +298,14 @@ class _PassListener:
     def call_site(self, frame: FrameType) -> CallSite | None:
         return calling_module(frame, self.names)
 
-    def batch_size(self, rows: int) -> int | None:
-        return batch_size(self.axes, rows)
+    def batch_size(self, rows: int, keys: int | None = None, count: int | None = None) -> int | None:
+        return batch_size(self.axes, rows, keys, count)
+
+    def retract(self, site: CallSite, reason: str) -> None:
+        last = next((name for name in reversed(self.layers) if name.rstrip("'") == site.name), None)
+        if last is not None:
+            del self.layers[last]
+            self.refuse(site.name, reason)
 
     def refuse_at(self, frame: FrameType, reason: str) -> None:
         if (site := self.call_site(frame)) is not None:

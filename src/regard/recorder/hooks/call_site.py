@@ -18,6 +18,7 @@ __all__ = [
     "CallSite",
     "called_by",
     "calling_module",
+    "enclosing_module",
     "has_parameter_axis",
     "is_only_thread",
     "is_plain_layer",
@@ -37,7 +38,8 @@ _OTHER = ("key_value_states", "encoder_hidden_states", "cross_attention_states",
 #: Names of classes that compute attention, linear attention and its relatives included.
 _ATTENTION_CLASS = re.compile(
     r"(attention|attn)(\d*d?)?(block|layer|module)?$|attn(?!.*(adapter|drop|norm|mask|out|bias|proj|embed))"
-    r"|deltanet|mamba\d?mixer|retention$|recurrentblock|rglru|hyena",
+    r"|deltanet|mamba\d?mixer|retention$|recurrentblock|rglru|hyena"
+    r"|(?-i:GAT|Gat)(v\d)?(?-i:E?Conv|Layer|$)|(transformer|hgt|han|agnn|rgat|dotgat)conv$",  # of graphs
     re.I,
 )
 
@@ -213,7 +215,16 @@ def _has_projections(module: nn.Module) -> bool:
     return len(matrices) > 1 or any(max(m.shape) >= 3 * min(m.shape) for m in matrices)
 
 
+def enclosing_module(site: CallSite) -> nn.Module | None:
+    """The module that called the one of a site."""
+    return next((module for _, module in _modules(site.frames[-1].f_back if site.frames else None)), None)
+
+
 def has_parameter_axis(site: CallSite, size: int) -> bool:
-    """Whether a parameter of the module, or of a module around it on the stack, has an axis of that size."""
+    """Whether a layer of the module, or of a module around it on the stack, has so many inputs or outputs.
+
+    A convolution has its outputs along the first axis; its kernel may happen to be as long as the sequence.
+    """
     modules = [site.module, *(module for _, module in _modules(site.frames[-1].f_back if site.frames else None))]
-    return any(size in p.shape for module in modules[:2] if module is not None for p in module.parameters())
+    parameters = (p for module in modules[:2] if module is not None for p in module.parameters())
+    return any(size in (p.shape if p.ndim <= 2 else p.shape[:1]) for p in parameters)

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import einsum_attention, moved_weights, other_operators, pairs, tap, weight_operators
 from .call_site import CAPTURED, CallSite
 from .chunked_modules import CHUNKED, IN_CHUNKS
-from .meeting import meet
+from .meeting import is_linear_attention, meet
 from .product_factors import (
     factors_of,
     has_learned_queries,
@@ -169,6 +169,8 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     eager.count_operator()
     if out.is_nested:
         return
+    if eager.mixtures and is_linear_attention(listener, ((left, left.shape[-1]), (right, left.shape[-1]))):
+        return
     met = False
     if moved_weights.on_two_weights(eager, (left, right), out):
         pass
@@ -178,6 +180,7 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     elif softmax is not None:
         axes = axes_of_keys(left, softmax.aliases[storage_of(left)])
         met = meet(listener, softmax, left, right, right_way=-1 in axes, direct=True)
+        eager.add_mixture(out, softmax, rows=left.shape[-2] if left.ndim > 1 else 1)
     elif (softmax := eager.softmax_of(right)) is not None and not _is_of_layer(listener, left, frame):
         axes, one_row = axes_of_keys(right, softmax.aliases[storage_of(right)]), right.ndim == 1
         weights, v = right if one_row else right.mT, left.mT if left.ndim > 1 else left

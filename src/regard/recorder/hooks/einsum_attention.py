@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
-from . import tap
+from . import other_operators, tap
 from .einsum_equation import may_be_scores, own_axes, sorted_axes, spell_out
 from .layout import collapsed, own_shape
-from .meeting import finish, is_attention
+from .meeting import finish, is_attention, is_linear_attention
 from .moved_weights import on_two_weights
 from .product_factors import has_learned_queries, is_computed, is_parameter
-from .softmax_trail import OpenSoftmax, axes_of_keys, storage_of
+from .softmax_trail import POINTWISE, EagerTracker, OpenSoftmax, axes_of_keys, storage_of
 
 __all__ = ["install"]
 
@@ -30,14 +31,20 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     sides, _, result = spell_out(equation, operands).partition("->")
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
+    if eager.mixtures and is_linear_attention(listener, _summed_sizes(operands, letters, result)):
+        return
     if on_two_weights(eager, operands, out):
         return
     if weighted:
         w, softmax = weighted[0]
         v = next((x for x in reversed(operands) if x is not w), w)
         if is_attention(listener, softmax, softmax.aliases[storage_of(w)], w, v, direct=True):
-            _on_values(listener, softmax, w, operands, letters, result, equation)
+            if _on_values(listener, softmax, w, operands, letters, result, equation):
+                eager.add_mixture(out, softmax, rows=_own_rows(w, v, letters, operands))
+            else:
+                other_operators.stray(eager, f"einsum({equation!r})", operands, out)
         return
+    _carry_scores(eager, operands, letters, result, out)
     if len(operands) != 2:
         return
     learned = "." not in sides and has_learned_queries(*operands)
@@ -55,8 +62,12 @@ def _on_values(
     letters: list[str],
     result: str,
     equation: str,
-) -> None:
-    """Weights w meet the other operand: their axes are put in order (batch, heads, queries, keys)."""
+) -> bool:
+    """Weights w meet the other operand: their axes are put in order (batch, heads, queries, keys).
+
+    Returns:
+        Whether this is attention, recorded or refused.
+    """
     alias = softmax.aliases[storage_of(w)]
     if len(operands) != 2 or any("." in side or len(set(side)) < len(side) for side in letters):
         reason = "which is not read"
@@ -64,14 +75,44 @@ def _on_values(
         at = 0 if operands[0] is w else 1
         mine, others, v = letters[at], letters[1 - at], operands[1 - at]
         summed = [n for n in axes_of_keys(w, alias) if mine[n] in others and mine[n] not in result]
+        if alias.altered is POINTWISE:  # a gate of one number weighs no keys
+            summed = [n for n in summed if w.shape[n] > 1]
         if summed:  # the sum must run over the keys
             if _finish_in_order(listener, softmax, w, v, (mine, others, result), mine[summed[0]], w):
-                return
+                return True
             reason = "whose batch, heads and queries cannot be told apart"
+        elif alias.altered is POINTWISE or not is_computed(v) or not set(others) - set(mine):
+            return False  # no values: a layer over the heads, or numbers with the axes of the weights
         else:
             reason = "which does not sum over the axis of softmax"
     listener.eager.close(softmax)
-    listener.refuse(softmax.site.name, f"its weights enter einsum({equation!r}), {reason}")
+    unknown = alias.altered if alias.lost_keys else None
+    listener.refuse(softmax.site.name, unknown or f"its weights enter einsum({equation!r}), {reason}")
+    return True
+
+
+def _summed_sizes(operands: list[Tensor], letters: list[str], result: str) -> list[tuple[Tensor, int]]:
+    """The operands, each with the size of an axis that is summed over."""
+    return [
+        (x, x.shape[n])
+        for x, mine in zip(operands, letters, strict=False)
+        for n, letter in enumerate("" if "." in mine else mine)
+        if letter not in result
+    ]
+
+
+def _own_rows(w: Tensor, v: Tensor, letters: list[str], operands: list[Tensor]) -> int:
+    """The number of rows that weights have, by the axes that the values lack."""
+    mine, others = (next(side for x, side in zip(operands, letters, strict=False) if x is y) for y in (w, v))
+    return math.prod(w.shape[n] for n, letter in enumerate(mine) if letter not in others) if "." not in mine else 1
+
+
+def _carry_scores(eager: EagerTracker, operands: list[Tensor], letters: list[str], result: str, out: Tensor) -> None:
+    """Scores that pass through a layer over another axis than those of queries and keys (talking heads) stay scores."""
+    for x, mine in zip(operands, letters, strict=False):
+        product = eager.product_behind(x)
+        if product is not None and product.shape[-2:] == x.shape[-2:] and set(mine[-2:]) <= set(result):
+            eager.add_scores(out, product)
 
 
 def _finish_in_order(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .call_site import CAPTURED, CallSite
 
 __all__ = [
-    "collapsed", "heads_come_first", "may_be_heads_of_one", "own_shape", "shared_axis_reason", "split_heads",
+    "collapsed", "heads_come_first", "heads_of", "may_be_heads_of_one", "own_shape", "shared_axis_reason",
+    "split_heads",
 ]  # fmt: skip
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
@@ -35,7 +36,9 @@ def heads_come_first(x: Tensor, module: Any, batch: int | None, as_projected: bo
     first, second = x.shape[:2]
     if first != second and first == batch:
         return False
-    heads = _heads_of(module)
+    heads = heads_of(module)
+    if heads is not None and heads > 1 and second not in (1, heads) and first == heads * (batch or first // heads):
+        return None  # batch and heads in one axis, and windows in the other
     if first != second and heads is not None and (batch is not None or second > 1):
         return first == heads and batch in (None, second)
     steps = x.stride()
@@ -46,7 +49,7 @@ def heads_come_first(x: Tensor, module: Any, batch: int | None, as_projected: bo
     return None if first != second == batch else False
 
 
-def _heads_of(module: nn.Module | None) -> int | None:
+def heads_of(module: nn.Module | None) -> int | None:
     """The number of heads a module or its config names."""
     for source in (module, getattr(module, "config", None)):
         for name in _HEADS:
@@ -101,7 +104,7 @@ def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:
         return x[None, None]
     if x.ndim != 3:
         return x
-    heads = _heads_of(module)
+    heads = heads_of(module)
     if x.shape[0] == 1 or heads == 1 or (heads is None and batch == x.shape[0]):
         return x.unsqueeze(1)
     if heads == x.shape[0] and (batch == 1 or (batch is None and _batch_first_owner(module))):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from ..calls import AttentionCall
 from . import tap
-from .call_site import has_parameter_axis, looks_like_attention
-from .layout import collapsed, heads_come_first, shared_axis_reason, split_heads
+from .call_site import CallSite, enclosing_module, has_parameter_axis, looks_like_attention
+from .layout import collapsed, heads_come_first, heads_of, shared_axis_reason, split_heads
 from .softmax_trail import (
     CHOSEN,
     DIVIDED,
@@ -22,10 +24,11 @@ from .softmax_trail import (
     storage_of,
 )
 
-__all__ = ["finish", "is_attention", "meet", "sums_to_one"]
+__all__ = ["finish", "is_attention", "is_linear_attention", "meet", "sums_to_one"]
 
 
 OTHER_AXIS = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
+LINEAR = "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
 NO_AXIS = "its weights meet the values in a view in which nothing says which axis is that of their keys"
 
 
@@ -50,6 +53,22 @@ def meet(
     return True
 
 
+def is_linear_attention(listener: tap.Listener, factors: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether a product sums a softmax's mixture of values over its rows: softmax(k)ᵀ v before the queries come.
+
+    Each of those rows is a feature of the keys, and what was recorded as weights is taken back.
+
+    Args:
+        listener: The listener.
+        factors: The factors of the product, each with the size of the axis that is summed over.
+    """
+    for x, summed in factors:
+        if (site := listener.eager.site_of_mixture(x, summed)) is not None:
+            listener.retract(site, LINEAR)
+            return True
+    return False
+
+
 def is_attention(
     listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, weights: Tensor, v: Tensor, direct: bool
 ) -> bool:
@@ -71,6 +90,8 @@ def is_attention(
     usual = direct and softmax.axis == -1 and weights.ndim > 2 and v.ndim > 2
     if usual and ((module is not None and looks_like_attention(module)) or listener.eager.is_product(v)):
         return True
+    if usual and v.shape[-2] == weights.shape[-1] == weights.shape[-2] > 1:  # a row and a column for each position
+        return not has_parameter_axis(softmax.site, weights.shape[-1])
     return _pools_a_sequence(listener, softmax, alias, weights, v)
 
 
@@ -130,24 +151,31 @@ def finish(
         listener.refuse(site.name, reason)
         return
     w = w if w.ndim > 1 else w.unsqueeze(0)
-    batch = listener.batch_size(w.shape[-2])
+    batch = listener.batch_size(w.shape[-2], w.shape[-1], w.shape[0] if w.ndim == 3 else None)
+    module = _naming_heads(site)
     s = softmax.scores if softmax.scores is not None and softmax.scores.shape[:-1] == w.shape[:-1] else None
     if s is not None:
         s = s[..., : w.shape[-1]]  # without the column of a sink
     swapped: bool | None = False
     if w.ndim == 4:
         has_both = v.ndim >= 4 and all(of_v >= of_w for of_v, of_w in zip(v.shape[:2], w.shape[:2], strict=True))
-        swapped = heads_come_first(v if has_both else w, site.module, batch, as_projected=has_both)
+        swapped = heads_come_first(v if has_both else w, module, batch, as_projected=has_both)
     if swapped:
         w = w.transpose(0, 1)
         s, values = (x if x is None or x.ndim < 4 else x.transpose(0, 1) for x in (s, values))
-    w4 = split_heads(w, site.module, batch)
+    w4 = split_heads(w, module, batch)
     if w4 is None or swapped is None:
         listener.refuse(site.name, shared_axis_reason(site))
         return
-    call = AttentionCall(v=None if values is None else split_heads(values, site.module, batch), w=w4)
-    call.s = None if s is None else split_heads(s, site.module, batch)
+    call = AttentionCall(v=None if values is None else split_heads(values, module, batch), w=w4)
+    call.s = None if s is None else split_heads(s, module, batch)
     listener.attention(site, call)
+
+
+def _naming_heads(site: CallSite) -> nn.Module | None:
+    """The module of a site; the one around it, where that alone names the number of heads."""
+    around = None if heads_of(site.module) is not None else enclosing_module(site)
+    return site.module if heads_of(around) is None else around
 
 
 def sums_to_one(w: Tensor, axis: int = -1) -> bool:
@@ -159,7 +187,7 @@ def sums_to_one(w: Tensor, axis: int = -1) -> bool:
 def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alias) -> str | None:
     """The reason why a softmax gives no weights over keys; None if it does."""
     if softmax.product is None and v_is_product:
-        return "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
+        return LINEAR
     if not w.is_floating_point():
         return f"its weights are of type {w.dtype}; floating-point numbers are read"
     if w.ndim > 4:

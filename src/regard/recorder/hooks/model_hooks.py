@@ -125,6 +125,7 @@ class ModelHooks:
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.modules = [] if model is None else list(model.named_modules())
+        self._is_suspect = model is not None and looks_like_attention(model)
         self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
         self.ran_here = False  # whether the model ran as Python and not as compiled code
         self._handles: list[Any] = []
@@ -198,6 +199,8 @@ class ModelHooks:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (thread := self._thread()) is not None:
             self.ran_here = True
+            if self._is_suspect:
+                self.ran[""] = model
             thread.begin(first_axes(args, kwargs))
 
     def _begin_among_all(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -322,6 +325,17 @@ def first_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]
     return None
 
 
-def batch_size(axes: tuple[int, int] | None, rows: int) -> int | None:
-    """The number of sequences of an input with these axes; None if the first of them may be the sequence of `rows`."""
+def batch_size(
+    axes: tuple[int, int] | None, rows: int, keys: int | None = None, count: int | None = None
+) -> int | None:
+    """The number of sequences of an input with these axes; None if the first of them may be the sequence.
+
+    Args:
+        axes: The first two axes of the input.
+        rows: The number of queries of a call.
+        keys: The number of its keys.
+        count: The size of its axis of sequences or heads; it is that of sequences in (length, batch) where both fit.
+    """
+    if axes is not None and axes[0] != axes[1] and axes == (keys, count):
+        return count
     return None if axes is None or (axes[0] == rows > 1 and axes[1] != rows) else axes[0]

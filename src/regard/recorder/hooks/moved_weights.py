@@ -19,6 +19,10 @@ from .softmax_trail import Alias, EagerTracker, OpenSoftmax, axes_of_keys, axis_
 __all__ = ["BY_NAME", "OnJoined", "OnMoved", "OnReduced", "install", "mark_as_unknown", "on_two_weights"]
 
 
+#: Those of these operators that put scores in another order; the others make other numbers of them.
+MOVES_SCORES = ("flip", "roll", "index_select", "sort")
+
+
 def install() -> None:
     """Intercept these operators while a softmax is open."""
     for name in ("amax", "amin", "max.dim", "min.dim"):
@@ -66,6 +70,8 @@ class OnMoved:
         w = call["self"] if "self" in call else call["input"]
         result = out[0] if isinstance(out, tuple) else out
         if (softmax := listener.eager.softmax_of(w)) is None or not result.is_floating_point():
+            if self.operator in MOVES_SCORES and w.ndim:
+                listener.eager.move(w, result, [dim for dim in self.axes(call) if dim is not None], self.operator)
             return
         alias = softmax.aliases[storage_of(w)]
         axis = None if alias.dropped else axis_of_keys(w, alias)

@@ -177,11 +177,19 @@ class ScoreProduct(NamedTuple):
     flat: bool  # whether its factors are matrices without batch axes
     ends: tuple[int, ...]  # the sizes of the axes that only one of its factors has: queries and keys
     chosen: bool = False  # whether only its largest scores are left
+    moved_by: str | None = None  # the operator that has put its queries or keys in another order
 
-    def survives_layer(self, x: Tensor) -> bool:
-        """Whether a layer over the last axis of x leaves the axes of queries and keys of this product as they are."""
-        pairs, rows = math.prod(self.ends), x.shape[:-1].numel()
-        return len(self.ends) > 1 and x.ndim > 1 and pairs > 0 and rows % pairs == 0
+    def survives_layer(self, x: Tensor, operands: list[Tensor]) -> bool:
+        """Whether a layer leaves the axes of queries and keys of this product as they are.
+
+        It runs over the last axis of x; or it is a convolution of single cells, over heads that are channels.
+        """
+        if any(other.ndim == x.ndim == 4 and other.shape[2:].numel() == 1 for other in operands):
+            return self.shape[-2:] == x.shape[-2:]
+        pairs, sizes = math.prod(self.ends), x.shape[:-1]
+        if len(self.ends) < 2 or x.ndim < 2 or pairs == 0 or sizes.numel() % pairs:
+            return False
+        return all(any(size % end == 0 for size in sizes) for end in self.ends)  # as axes, or merged with others
 
 
 class EagerTracker:
@@ -196,6 +204,7 @@ class EagerTracker:
         self.scores: dict[int, tuple[ScoreProduct, StorageWeakRef]] = {}  # what was made of a product, by storage
         self.patience = 0  # operators until scores are given up that no softmax took
         self.open: list[OpenSoftmax] = []
+        self.mixtures: dict[int, tuple[CallSite, int, StorageWeakRef]] = {}  # sites and rows, by storage
         self.refuse = refuse
 
     def add_product(
@@ -230,14 +239,26 @@ class EagerTracker:
             multiplies: Whether it is a product.
         """
         self.patience -= 1
-        sources = [(x, product) for x in _tensors(operands) if (product := self.product_behind(x)) is not None]
-        carried = next((product for x, product in sources if not multiplies or product.survives_layer(x)), None)
+        every = list(_tensors(operands))
+        sources = [(x, product) for x in every if (product := self.product_behind(x)) is not None]
+        sources.sort(key=lambda source: source[1].moved_by is not None)  # a bias that was moved into its place
+        carried = next((product for x, product in sources if not multiplies or product.survives_layer(x, every)), None)
         for result in _tensors((out,)):
             if carried is not None and result.dtype not in _INTEGERS and self.product_behind(result) is None:
                 self.add_scores(result, carried)
         if self.patience < 0 or all(storage.expired() for _, storage in self.scores.values()):
             self.scores.clear()
             self._unfollow()
+
+    def move(self, x: Tensor, result: Tensor, dims: Iterable[int], operator: str) -> None:
+        """An operator moves numbers along axes of x, which may be scores, and those their queries' or keys'."""
+        if (product := self.product_behind(x)) is None or product.moved_by is not None:
+            return
+        ends = [n for n in range(-x.ndim, 0) if x.shape[n] > 1 and x.shape[n] in product.ends]
+        if product.shape == x.shape and product.ends == tuple(x.shape[-2:]):
+            ends = [n for n in ends if n >= -2]
+        if any(dim % x.ndim - x.ndim in ends for dim in dims):
+            self.add_scores(result, product._replace(moved_by=operator))
 
     def is_product(self, x: Tensor) -> bool:
         """Whether x is a product of two computed tensors, perhaps scaled."""
@@ -260,6 +281,11 @@ class EagerTracker:
         self._give_up(over)
         if product is not None and product.chosen:
             altered = CHOSEN
+        elif product is not None and product.moved_by is not None:
+            altered = (
+                f"its scores pass through {product.moved_by} before the softmax, after which the order of its queries "
+                "and keys is not known"
+            )
         axis = -1 if axis is None else axis
         is_flat = product is not None and product.flat and w.ndim <= 2
         softmax = OpenSoftmax(site, product, axis, scores, is_flat, w.numel())
@@ -286,6 +312,16 @@ class EagerTracker:
             if first is not None and other is not first and any(other is softmax for softmax in self.open):
                 first.absorb(other)
                 self.close(other)
+
+    def add_mixture(self, out: Tensor, softmax: OpenSoftmax, rows: int) -> None:
+        """Values were summed with weights that were recorded, and that no product of queries and keys made."""
+        if softmax.product is None and softmax.parts and rows > 1:
+            self.mixtures[storage_of(out)] = softmax.site, rows, StorageWeakRef(out.untyped_storage())
+
+    def site_of_mixture(self, x: Tensor, summed: int) -> CallSite | None:
+        """The site of such a sum, if x is one and is summed over its rows: these are features then, not queries."""
+        site, rows, storage = self.mixtures.get(storage_of(x), (None, 0, None))
+        return None if storage is None or storage.expired() or rows != summed else site
 
     def clear(self) -> None:
         self._give_up(self.open)

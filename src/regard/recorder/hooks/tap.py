@@ -63,12 +63,8 @@ class Listener(Protocol):
     def call_site(self, frame: FrameType) -> CallSite | None:
         """The module a call came from; None if it is not part of the model."""
 
-    def batch_size(self, rows: int) -> int | None:
-        """The number of sequences of the running pass; None if it is not known.
-
-        Args:
-            rows: The number of queries of the call, to tell a model that has its sequence axis first.
-        """
+    def batch_size(self, rows: int, keys: int | None = None, count: int | None = None) -> int | None:
+        """The number of sequences of the running pass, if it is known; see `model_hooks.batch_size`."""
 
     def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
         """An attention call of `site`, or of its submodule of that name."""
@@ -78,6 +74,9 @@ class Listener(Protocol):
 
     def refuse(self, name: str, reason: str) -> None:
         """Attention of the module `name` cannot be recorded."""
+
+    def retract(self, site: CallSite, reason: str) -> None:
+        """The last call of `site` was no attention after all."""
 
     def refuse_at(self, frame: FrameType, reason: str) -> None:
         """The same for the module that stands on the stack of `frame`."""

@@ -15,7 +15,6 @@ from .softmax_trail import (
     COMBINED,
     DIVIDED,
     LOGARITHM,
-    POINTWISE,
     UNNORMALISED,
     Alias,
     OpenSoftmax,
@@ -173,7 +172,8 @@ def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, fr
                 mark_as_unknown(softmax, out, "a sum with something larger")
                 return
             is_number = not isinstance(other, Tensor) or other.ndim == 0
-            may_be_weights = alias.altered in (None, DIVIDED, LOGARITHM, POINTWISE, UNNORMALISED)
+            # A gate plus a parameter is a gate still.
+            may_be_weights = alias.altered in (None, DIVIDED, LOGARITHM, UNNORMALISED)
             altered = COMBINED if may_be_weights and not is_number else alias.altered
             softmax.add(out, Alias(None, out.stride(axis), out.shape[axis], altered, changed=True))
 
