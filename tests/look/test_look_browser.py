@@ -433,7 +433,7 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     shown.choose("metric", by)
     for layer, head, _, value in seen.heads(by)[::7]:
         caption = shown.tab.locator(f'[data-key="head-{layer}-{head}"]').get_attribute("aria-label")
-        where, _, shown_value = caption.rpartition(": ")
+        where, _, shown_value = caption.partition("; shown as ")[0].rpartition(": ")
         assert where == f"layer {layer}, head {head}"
         assert number(shown_value) == pytest.approx(value, abs=5.1e-3)
     layer, head = seen.heads(by)[0][:2]

@@ -154,7 +154,7 @@ def test_a_field_that_fits_is_taken_beside_one_that_does_not(show: Any, it: View
     shown: Shown = show(it)
     shown.tab.evaluate("location.hash = '#v=play&w=10&sim=nothing&x=20&out=3.99'")
     shown.tab.wait_for_selector("section.view.play")
-    assert shown.ask("[page.play.similarity, page.play.power, page.play.forbidden]") == ["scaled", 2, [3]]
+    assert shown.ask("[page.play.similarity, page.play.power, page.play.forbidden]") == ["recorded", 2, [3]]
     shown.tab.evaluate("location.hash = '#v=overview&w=10&o=nothing.given.row.sink.nothing&to=4'")
     shown.tab.wait_for_selector("section.view.overview")
     assert shown.ask("[page.overview.by, page.overview.sort, page.overview.target, page.overview.x]") == ["entropy", "given", 4, "sink"]  # fmt: skip
