@@ -227,6 +227,11 @@ def test_a_grid_of_32_heads_is_seen_whole(show: Any) -> None:
     )
 
 
+def test_thumbnails_of_few_heads_are_no_posters_on_a_phone(show: Any) -> None:
+    shown = show(translation().show(), width=390, height=844).view("overview")
+    assert max(cell.bounding_box()["width"] for cell in shown.tab.locator(".headcell").all()) <= 96
+
+
 def test_the_grid_fits_a_phone(show: Any, it: View) -> None:
     shown = show(it, width=390, height=844).view("overview")
     right = shown.tab.evaluate(

@@ -327,6 +327,36 @@ def test_the_lab_begins_with_the_scores_that_were_recorded(show: Any) -> None:
     assert "scores are not those of ScaledDot().bias(" in biased.view("play").text(".bars figcaption")
 
 
+@pytest.mark.parametrize("width", [390, 1180])
+def test_pointing_at_all_words_of_the_lab_reads_a_weight(show: Any, width: int) -> None:
+    W = regard.weights(torch.randn(6, 4), mask=regard.causal()).label(["the", "cat", "sat", "on", "the", "mat"])
+    shown = show(W.show("sat"), width=width).view("play")
+    cells = shown.tab.locator(".map canvas").first
+    cells.wait_for()
+    cells.scroll_into_view_if_needed()
+
+    def point(row: int, key: int) -> dict[str, float]:
+        box = cells.bounding_box()
+        shown.tab.mouse.move(box["x"] + (key + 0.5) * box["width"] / 6, box["y"] + (row + 0.5) * box["height"] / 6)
+        return box
+
+    before = point(3, 1)
+    assert shown.text(".map figcaption") == f"on → cat {float(W[3, 1]):.3f}"
+    assert point(1, 5) == before, "pointing moves nothing"
+    assert shown.text(".map figcaption") == "cat → mat masked"
+    shown.tab.mouse.click(before["x"] + 5, before["y"] + before["height"] - 5)
+    assert shown.ask("page.state.word") == 5
+    shown.tab.mouse.move(1, 1)
+    assert shown.text(".map figcaption") == "all words at once"
+    shown.click("shuffle")
+    shown.tab.wait_for_timeout(300)
+    order = shown.ask("page.play.order")
+    cells.scroll_into_view_if_needed()
+    point(0, 4)
+    names = [["the₁", "cat", "sat", "on", "the₂", "mat"][n] for n in order]
+    assert shown.text(".map figcaption").startswith(f"{names[0]} → {names[4]} "), "words stand in their new order"
+
+
 def test_heads_that_share_values_find_them_where_only_some_are_held(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "VECTOR_BYTES", 2 * 2 * 6 * 24)  # two heads
     q, k, v = torch.randn(8, 6, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
@@ -433,7 +463,7 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     shown.choose("metric", by)
     for layer, head, _, value in seen.heads(by)[::7]:
         caption = shown.tab.locator(f'[data-key="head-{layer}-{head}"]').get_attribute("aria-label")
-        where, _, shown_value = caption.rpartition(": ")
+        where, _, shown_value = caption.partition("; shown as ")[0].rpartition(": ")
         assert where == f"layer {layer}, head {head}"
         assert number(shown_value) == pytest.approx(value, abs=5.1e-3)
     layer, head = seen.heads(by)[0][:2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import nn
 import regard
 from regard.core.patches import PatchTokens
 from regard.look.patches import image_pixels
+from regard.look.spotlight import spotlight
+from regard.look.svg import svg
+from regard.look.svg_elements import HUES
 from regard.look.terminal import draw
 from support.page_probe import Read
 
@@ -113,6 +118,50 @@ def test_large_normalised_and_odd_images() -> None:
             image_pixels(wrong)
     with pytest.raises(TypeError, match="an image of Pillow; got dict"):
         image_pixels({})
+
+
+def shaded(text: str, hue: str) -> list[tuple[float, float, float]]:
+    """Where patches of one colour stand, and how strong they are, the strongest first."""
+    found = re.findall(rf'<rect x="([\d.]+)" y="([\d.]+)" [^>]*fill="{hue}" fill-opacity="([\d.]+)"', text)
+    return sorted(((float(x), float(y), float(o)) for x, y, o in found), key=lambda one: -one[2])
+
+
+@pytest.mark.parametrize("width", ["3.3in", "6.9in"])
+def test_pictures_show_a_row_over_the_image(tmp_path: Path, width: str) -> None:
+    W = regard.weights(3 * randn(2, 7, 8)).label(grid=(2, 3), image=picture())
+    view = W.show("1,1")
+    view.save(tmp_path / "patch.svg", part="lines", width=width)
+    text = (tmp_path / "patch.svg").read_text()
+    places = re.findall(
+        r'<image x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)" .*?href="data:image/png', text
+    )
+    assert len(places) == 2, "one for every head"
+    assert ">1,0<" not in text
+    first = spotlight(W, "1,1").heads
+    for (x, y, wide, tall), tie, hue in zip([[*map(float, place)] for place in places], first, HUES, strict=True):
+        assert wide / tall == pytest.approx(3 / 2, rel=0.01)
+        row = W[tie.head].row("1,1")[1:]
+        strongest = int(row.argmax())
+        left, top, opacity = shaded(text, hue)[0]
+        assert opacity == pytest.approx(0.85)
+        assert left == pytest.approx(x + strongest % 3 * wide / 3, abs=0.2)
+        assert top == pytest.approx(y + strongest // 3 * tall / 2, abs=0.2)
+        assert len(shaded(text, hue)) == int((row / row.max() >= 0.02).sum())
+        assert f"the strongest patch has {float(row.max()):.3f}" in text
+    data = base64.b64decode(re.findall(r"base64,([^\"]+)", text)[0])
+    assert struct.unpack(">II", data[16:24]) == (60, 40)
+
+
+def test_pictures_of_words_that_look_at_patches(tmp_path: Path) -> None:
+    W = regard.weights(randn(3, 8), randn(60, 8)).label(["a", "red", "roof"], grid=(6, 10))
+    text = svg(W, word="red", image=picture(), grid=(6, 10))
+    assert re.findall(r">(a|red|roof)</text>", text)[:3] == ["a", "red", "roof"]
+    assert text.count("<image ") == 1, "of one head"
+    assert "stroke-dasharray" not in text
+    assert re.findall(r">(a|red|roof)</text>", text)[3:] == ["a", "red", "roof"], "the rows of the square have names"
+    nothing = svg(W.label(["a", "red", "roof"], grid=(6, 10)), word="red", part="lines")
+    assert "<image" not in nothing
+    assert shaded(nothing, HUES[0])
 
 
 # The page.

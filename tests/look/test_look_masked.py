@@ -95,6 +95,9 @@ def test_the_story_hatches_what_heads_may_not_see(show: Any, broken: regard.Weig
     shown = show(broken.show(2, head=1), reduced_motion="reduce").view("story")
     shown.tab.locator(".chips .chip", has_text="Many heads").click()
     assert shown.tab.locator(".scene g .storyhatch").count() == 3 * 3, "three words after the lit one, of three heads"
+    shown.tab.locator(".chips .chip", has_text="Mask").click()
+    numbers = shown.tab.locator(".scene > g > text, .scene g g > text").all_text_contents()
+    assert len(numbers) == 3, f"a word that is hatched has no weight, not one of 0.00: {numbers}"
     shown.tab.locator(".chips .chip", has_text="Long").click()
     assert shown.tab.locator(".scene .storyhatch").count() == 1 + 15 + 5, (
         "the ground, the future, and the row of nothing"

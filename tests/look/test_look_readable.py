@@ -201,6 +201,12 @@ def test_the_page_of_a_corpus_shows_every_head_and_letters_that_can_be_read(
     (tmp_path / "corpus.html").write_text(regard.corpus(BUNDLED, [SENTENCE]).html())
     tab = browser.new_page(viewport={"width": width, "height": 900})
     tab.goto((tmp_path / "corpus.html").as_uri())
+    assert tab.locator(".grid th").first.inner_text() == "layer"
+    assert [what.split()[-1] for what in tab.locator(".peek .who").all_inner_texts()] == [
+        *["weight"] * 3,
+        "nats",
+        "tokens",
+    ]
     tab.click(".headcell >> nth=0")
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert min(tab.evaluate(LETTERS, "section:target svg text")) >= 10

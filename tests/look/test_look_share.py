@@ -154,7 +154,7 @@ def test_a_field_that_fits_is_taken_beside_one_that_does_not(show: Any, it: View
     shown: Shown = show(it)
     shown.tab.evaluate("location.hash = '#v=play&w=10&sim=nothing&x=20&out=3.99'")
     shown.tab.wait_for_selector("section.view.play")
-    assert shown.ask("[page.play.similarity, page.play.power, page.play.forbidden]") == ["scaled", 2, [3]]
+    assert shown.ask("[page.play.similarity, page.play.power, page.play.forbidden]") == ["recorded", 2, [3]]
     shown.tab.evaluate("location.hash = '#v=overview&w=10&o=nothing.given.row.sink.nothing&to=4'")
     shown.tab.wait_for_selector("section.view.overview")
     assert shown.ask("[page.overview.by, page.overview.sort, page.overview.target, page.overview.x]") == ["entropy", "given", 4, "sink"]  # fmt: skip
@@ -249,6 +249,10 @@ def test_paper_is_light_and_shows_bars_and_shades(show: Any, it: View, theme: st
     assert shown.tab.evaluate(faint) > 240, "the cells are those of the light theme, too"
     shown.tab.emulate_media(media="print")
     assert shown.tab.evaluate("getComputedStyle(document.querySelector('.matrix')).printColorAdjust") == "exact"
+    shown.ask("page.open('spotlight')")
+    assert "Follow the lines" in shown.text(".look")
+    assert "click" not in shown.text(".look"), "nobody clicks on paper"
+    shown.ask("page.open('square')")
     assert shown.tab.evaluate(f"(dispatchEvent(new Event('afterprint')), {ground})") == dark == "rgb(20, 23, 27)"
 
 
@@ -259,6 +263,7 @@ def test_the_svg_is_the_view(show: Any, it: View, tmp_path: Path) -> None:
     shown = show(it)
     path = saved(shown, "save-svg", tmp_path)
     assert path.name == "regard-spotlight-2-1_3-1.svg"
+    assert "click" not in path.read_text(), "nor in a picture"
     root = ElementTree.parse(path).getroot()
     got = texts(root)
     for word in ("animal", "tired", "0.69", "0.64", "layer 2, head 1"):

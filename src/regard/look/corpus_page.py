@@ -75,12 +75,13 @@ section.head dd { margin: 0; text-align: end; }
 #: A head is named after a position that takes at least this share of its weight.
 NAMED = 0.25
 
-_LISTS: tuple[tuple[str, Callable[[CorpusHead], float], bool], ...] = (
-    ("Looks at the token before", lambda head: head.previous, True),
-    ("Looks at the first token", lambda head: head.first, True),
-    ("Continues a repetition", lambda head: head.induction, True),
-    ("Sharpest", lambda head: head.entropy, False),
-    ("Farthest", lambda head: head.distance, True),
+#: Of every list of heads: its title, what its numbers are, and whether the largest comes first.
+_LISTS: tuple[tuple[str, str, Callable[[CorpusHead], float], bool], ...] = (
+    ("Looks at the token before", "mean weight", lambda head: head.previous, True),
+    ("Looks at the first token", "mean weight", lambda head: head.first, True),
+    ("Continues a repetition", "mean weight", lambda head: head.induction, True),
+    ("Sharpest", "entropy in nats", lambda head: head.entropy, False),
+    ("Farthest", "mean distance in tokens", lambda head: head.distance, True),
 )
 
 
@@ -129,20 +130,20 @@ def _grid(heads: Sequence[CorpusHead], distances: dict[tuple[int, int], list[Cor
             f"<span>{kind or '&nbsp;'}</span></a></td>"
         )
     most = max(map(len, rows.values()), default=0)
-    title = "<tr><th></th>" + "".join(f"<th>{h}</th>" for h in range(most)) + "</tr>"
+    title = "<tr><th>layer</th>" + "".join(f"<th>{h}</th>" for h in range(most)) + "</tr>"
     body = "".join(f"<tr><th>{layer}</th>{''.join(cells)}</tr>" for layer, cells in rows.items())
     return f'<table class="grid"><thead>{title}</thead><tbody>{body}</tbody></table>'
 
 
 def _lists(heads: Sequence[CorpusHead]) -> str:
     lists = []
-    for title, value, largest in _LISTS:
+    for title, what, value, largest in _LISTS:
         ranked = sorted((h for h in heads if not math.isnan(value(h))), key=value, reverse=largest)[:4]
         items = "".join(
             f'<li><a href="#{_anchor(head)}">layer {head.layer} head {head.head}</a> {value(head):.3g}</li>'
             for head in ranked
         )
-        lists.append(f'<h3>{title}</h3><ol class="best">{items}</ol>')
+        lists.append(f'<h3>{title}</h3><p class="who">{what}</p><ol class="best">{items}</ol>')
     return "".join(lists)
 
 

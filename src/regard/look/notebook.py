@@ -6,10 +6,7 @@ reads on light and on dark ground. Text of the subject is escaped.
 
 from __future__ import annotations
 
-import base64
 import html
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +18,7 @@ from ..core.weights import Weights
 from .dot_head import max_map
 from .layers import all_layers
 from .masked_tiles import forbidden_tiles
+from .png import png_source
 from .token_text import printable
 
 if TYPE_CHECKING:
@@ -118,29 +116,22 @@ def _flow(pictures: Any) -> str:
 
 def _picture(weights: Tensor, name: str) -> str:
     """Numbers from 0 to 1 as a picture, a cell a pixel, enlarged by the browser."""
-    source = base64.b64encode(_png(weights)).decode()
     style = "width:96px;height:96px;image-rendering:pixelated;border:1px solid rgba(128,128,128,.5)"
     return (
         f'<figure style="margin:0;text-align:center;font-size:80%"><img alt="{html.escape(name)}" style="{style}" '
-        f'src="data:image/png;base64,{source}"><figcaption>{html.escape(name)}</figcaption></figure>'
+        f'src="{_png(weights)}"><figcaption>{html.escape(name)}</figcaption></figure>'
     )
 
 
-def _png(weights: Tensor) -> bytes:
-    """A PNG in one blue, the opacity a root of the weight, as the page shades weights; −1 is grey, NaN purple."""
+def _png(weights: Tensor) -> str:
+    """The source of a PNG in one blue, its opacity a root of the weight, as in the page; −1 is grey, NaN purple."""
     weights = weights.float().cpu()
     alpha = (255 * weights.nan_to_num().clamp(0, 1) ** 0.6).round().to(torch.uint8)
     height, width = alpha.shape
     pixels = torch.tensor([*_BLUE, 0], dtype=torch.uint8).repeat(height, width, 1)
     pixels[..., 3] = alpha
     pixels[weights < 0], pixels[weights.isnan()] = _MASKED, _BROKEN
-    raw = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in pixels)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+    return png_source(pixels)
 
 
 def _bar(share: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..core.patches import ImageLike
 from .compare import HeadChanges
 from .dot_head import max_map
 from .history import MEASURES, History, head_label, head_series, is_history
@@ -40,10 +41,11 @@ from .svg_elements import (
     text_width,
     tint_fill,
 )
+from .svg_patches import PatchGrids
 from .svg_words import WordBox, flow_words, one_line
 from .text_layout import format_number, quoted_label
 from .token_groups import TokenGroups
-from .token_text import clip, numbered_texts, printable
+from .token_text import clip, is_patches, numbered_texts, printable
 
 __all__ = ["PicturePart", "svg"]
 
@@ -131,7 +133,7 @@ class _Picture:
     ) -> tuple[list[str], str]:
         lit = spotlight(subject, word, target=options.target, **options.selection)
         if part != "square":
-            arcs = _Arcs(lit, self.bottom, self.widest)
+            arcs = _Arcs(lit, self.bottom, self.widest, options.image)
             self.elements += arcs.elements
             self.sentences += arcs.sentences
             self.bottom, self.right = arcs.bottom + (0 if part else 28), arcs.right
@@ -153,10 +155,11 @@ class _Picture:
 class _Arcs:
     """The sentence with arcs from the lit word, the first head's above the words and the second's below.
 
-    In cross-attention two sentences, the one with the lit word on top; the second head's lines are dashed.
+    In cross-attention two sentences, the one with the lit word on top; the second head's lines are dashed. Patches that
+    are looked at stand in their grid, one for every head.
     """
 
-    def __init__(self, lit: Spotlight, top: float, line: float) -> None:
+    def __init__(self, lit: Spotlight, top: float, line: float, image: ImageLike | None) -> None:
         self.lit = lit
         self.elements: list[str] = []
         self.sentences: list[str] = []
@@ -172,6 +175,12 @@ class _Arcs:
             rows = flow_words(names, top + LETTERS, 24, line)
             self._words(names, rows, lit.position)
             top, over = max(box.y for box in rows.values()) + 12, 46
+        if is_patches(lit.cols.tokens):
+            carried = getattr(lit.layers[lit.heads[0].layer].cols, "image", None)
+            grids = PatchGrids(lit, carried if image is None else image, top, line)
+            self.elements += grids.elements
+            self.right, self.bottom = max(self.right, grids.right), grids.bottom
+            return
         boxes = flow_words(keys, top + self.reach, over, line)
         start = boxes.get(lit.position) if lit.same else rows[lit.position]
         self.margin = max([box.x + box.width for box in boxes.values()], default=MARGIN) + 12
@@ -197,7 +206,7 @@ class _Arcs:
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             self.sentences.append(text + ".")
-            if len(self.lit.heads) > 1:
+            if len(self.lit.heads) > 1 and not is_patches(self.lit.cols.tokens):
                 text += ", " + (("above", "below")[n] if self.lit.same else ("solid", "dashed")[n])
             self.elements.append(rect(MARGIN, top, 10, 10, f'fill="{HUES[n]}"'))
             for part in note_lines(text, line - 16):
@@ -330,8 +339,12 @@ class _Square:
         cells = _cells(view, head, rows, cols) if exact else _tiles(view, head)
         place = view.head_name(head)
         n, m = len(cells), len(cells[0]) if cells else 0
-        names = numbered_texts(rows.labels, 14) if exact else _ticks(view.weights.shape[1], n)
-        across = numbered_texts(cols.labels, 14) if exact else _ticks(view.weights.shape[2], m)
+        names, across = (
+            numbered_texts(axis.labels, 14)
+            if exact or count == len(axis.labels) == len(axis.tokens)
+            else _ticks(len(axis.tokens), count)
+            for axis, count in ((rows, n), (cols, m))
+        )
         left = MARGIN + max(map(text_width, names), default=0.0) * 0.85 + 8
         side = min(16.0, max(6.0, 520.0 / max(n, m, 1)), max(3.0, (MARGIN + widest - left) / max(m, 1)))
         label_height = max(map(text_width, across), default=0.0) * 0.85 + 10
@@ -339,7 +352,7 @@ class _Square:
         y0 = top + 24 + label_height
         for i, row in enumerate(cells):
             y = y0 + i * side
-            bold = exact and i == lit
+            bold = n == len(rows.labels) and i == lit
             self.elements.append(text_element(left - 6, y + side * 0.72, names[i], 11, INK, "end", bold=bold))
             for j, x in enumerate(row):
                 shade = x**0.6  # one scale, 0 to 1, as in the page

@@ -3,6 +3,7 @@
 import { brief, clamp, dot, entropy, fixed, largest, mix, near, range, SIMILARITIES, softmax, sum } from "./numbers.js";
 import { behind, choice, el, lane, lanes, pooledHeat, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
+import { tileUnder } from "./long.js";
 import { legend } from "./square.js";
 import { labOf } from "./address.js";
 
@@ -31,7 +32,7 @@ export function play(page, box) {
     page.played = now.all;
     inSlices(page, function* () {
       for (let i = 0; i < t; i++) { now.w(i); now.y(i); now.straight(i); yield; }
-      map.replaceChildren(playMap(page, now));
+      map.replaceChildren(playMap(page, now, own));
       yield;
       values.replaceChildren(...(page.stack.same && now.all.y ? [outputs(page, now, own)] : []));
     });
@@ -252,9 +253,15 @@ function playBars(page, own, forbid) {
   return { node, draw };
 }
 
-function playMap(page, { scores, all: { w } }) {
-  const { paint } = page, map = pooledHeat(w.length, w[0].length, 220, paint, (r, c) => paint.cell(scores(r)[c] === -Infinity ? -1 : w[r][c]));
-  return el("figure", {}, el("figcaption", { text: `all ${page.stack.rows.units} at once` }), map, legend(page, 1));
+// Pointing at the map reads a weight, a click lights its row.
+function playMap(page, { scores, all: { w } }, { order }) {
+  const { paint, stack: { same, rows, cols } } = page, title = `all ${rows.units} at once`, caption = el("figcaption", { text: title });
+  const at = (event) => tileUnder(map, event, w.length, w[0].length), map = pooledHeat(w.length, w[0].length, 220, paint, (r, c) => paint.cell(scores(r)[c] === -Infinity ? -1 : w[r][c]));
+  map.addEventListener("pointermove", (event) => { const [r, c] = at(event);
+    caption.replaceChildren(word(rows.name(order[r])), " → ", word(cols.name(same ? order[c] : c)), ` ${scores(r)[c] === -Infinity ? "masked" : fixed(w[r][c], 3)}`); });
+  map.addEventListener("pointerleave", () => { caption.textContent = title; });
+  map.addEventListener("click", (event) => page.set({ word: order[at(event)[0]] }));
+  return el("figure", {}, caption, map, legend(page, 1));
 }
 
 // Of a long sentence, sixty places around the lit word; which ones is said.

@@ -105,14 +105,14 @@ function weightCell({ page: { paint } }, weight, ...place) {
 const sizeOf = (vectors) => Math.max(1e-9, ...vectors.flat().map(Math.abs));
 
 // Bars that stand on a line, one a word, with their numbers; `shares` says how much of a bar is there.
-function barsOf(data, values, { base, high, most, shown = (_) => 1, colour = "var(--accent)", digits = 2, ghost = null }) {
+function barsOf(data, values, { base, high, most, shown = (_) => 1, colour = "var(--accent)", digits = 2, ghost = null, numbered = (_) => true }) {
   const wide = Math.min(34, stepOf(data) * 0.62), tall = (x) => (high * Math.abs(x)) / most;
   return values.map((x, n) => {
     const [h, at] = [tall(x) * shown(n), placeOfWord(data, n)], up = x >= 0;
     return svg("g", {}, ghost && Number.isFinite(ghost[n]) ? svg("rect", { class: "ghostbar", x: at - wide / 2, width: wide,
       y: ghost[n] >= 0 ? base - tall(ghost[n]) : base, height: tall(ghost[n]) }) : [],
     cellOf(at - wide / 2, up ? base - h : base, wide, h, up ? colour : "rgb(var(--minus))"),
-    shown(n) > 0.5 ? tinyText(at, up ? base - h - 6 : base + h + 13, Number.isFinite(x) ? fixed(x, digits) : "−∞") : []);
+    shown(n) > 0.5 && numbered(n) ? tinyText(at, up ? base - h - 6 : base + h + 13, Number.isFinite(x) ? fixed(x, digits) : "−∞") : []);
   });
 }
 const baseline = (y) => svg("path", { class: "axis", d: `M${EDGE - 8} ${y}H${scene.width - EDGE + 8}` });
@@ -203,7 +203,7 @@ function masking(data, t) {
   const future = (n) => data.keys[n] > data.i, count = Math.max(1, data.keys.filter((_, n) => future(n)).length), first = data.keys.findIndex((j) => j > data.i);
   const hidden = (n) => (future(n) ? turnOf(t * 1.6, n - first, count) : 0), after = causalRow(data), s = eased(t * 2 - 1);
   const values = data.w.map((w, n) => tween(w * (1 - hidden(n)), after[n], s)), wide = stepOf(data);
-  return [baseline(FLOOR), barsOf(data, values, { base: FLOOR, high: FLOOR - ROOF - 40, most: 1, ghost: data.w }), wordsBelow(data, hidden),
+  return [baseline(FLOOR), barsOf(data, values, { base: FLOOR, high: FLOOR - ROOF - 40, most: 1, ghost: data.w, numbered: (n) => hidden(n) < 0.5 }), wordsBelow(data, hidden),
     data.keys.map((_, n) => (hidden(n) > 0.02 ? svg("rect", { class: "storyhatch", x: placeOfWord(data, n) - wide / 2, y: ROOF, width: wide, height: (FLOOR - ROOF) * hidden(n), fill: "url(#story-hatch)" }) : []))];
 }
 
