@@ -82,7 +82,10 @@ ARROWS: dict[str, set[str]] = {
         "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.inherited", "core.tensor_kinds", "core.torch_state", "core.types"},
-    "core.rows.sources": {"core.block", "core.masks.intervals", "core.problem", "core.pytree", "core.scores.kinds"},
+    "core.rows.head_shares": {"core.block", "core.pytree", "core.scores.kinds", "core.torch_state"},
+    "core.rows.sources": {
+        "core.block", "core.masks.intervals", "core.problem", "core.pytree", "core.rows.head_shares", "core.scores.kinds",
+    },
     "core.rows.strips": {"core.block", "core.masks.intervals", "core.pytree", "core.rows.sources", "core.torch_state"},
     "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
     "core.rows.spans": {"core.block", "core.masks.algebra", "core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
@@ -100,11 +103,12 @@ ARROWS: dict[str, set[str]] = {
     },
     "core.rows.head_reduction": {
         "core.arguments", "core.broadcast", "core.inherited", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.stats", "core.scores.kinds",
-        "core.rows.spans", "core.rows.strips", "core.torch_state", "core.types",
+        "core.rows.head_shares", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.types",
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},
     "core.rows.relations": {
-        "core.evaluation", "core.rows.head_reduction", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources", "core.rows.strips",
+        "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources",
+        "core.rows.strips",
         "core.stats", "engines",
     },
     "core.rows.head_profile": {
@@ -122,7 +126,8 @@ ARROWS: dict[str, set[str]] = {
     "distributed": {
         "_lazy", "core.api", "core.array_protocol", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.masks.intervals", "core.masks.kinds",
         "core.scores.modifiers", "core.online_softmax", "core.operators", "core.problem", "core.pytree", "core.result_cache", "core.results",
-        "core.rows.head_reduction", "core.rows.questions", "core.rows.relations", "core.rows.sources", "core.rows.spans", "core.rows.stats",
+        "core.rows.head_reduction", "core.rows.head_shares", "core.rows.questions", "core.rows.relations", "core.rows.sources", "core.rows.spans",
+        "core.rows.stats",
         "core.rows.strips", "core.scores.kinds", "core.shared", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "recorder": {

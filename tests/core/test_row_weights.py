@@ -240,3 +240,27 @@ def test_rows_asked_whole_sum_to_one_at_any_length(engine: str, keys: int, sink:
         for rows in (W.dense(), W.row(3), W[..., 5:20, :]):
             assert ((rows.double().sum(-1) - 1).abs() <= 4 * 2 * U).all()
             assert (rows <= 1).all()
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("engine", ["blockwise", "reference"])
+def test_a_mean_of_heads_on_one_key_is_one(
+    engine: str, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of rounded shares are not: 14 times 1/14 is 1.0000001 in float32, with an entropy below 0."""
+    monkeypatch.setattr(numba, "enabled", compiled and numba.enabled)
+    for heads in (2, 6, 7, 9, 10, 11, 12, 14, 20, 28, 40, 49):
+        q = torch.randn(heads, 3, 4, dtype=dtype, requires_grad=heads % 2 == 0)
+        R = regard.weights(q, mask=regard.causal(), engine=engine).reduce_heads("mean")
+        first = [
+            R[0, 0],
+            R.row(0)[0],
+            R.dense()[0, 0],
+            R.rows(slice(0, 1)).dense()[0, 0],
+            R.mass(0)[0],
+            R.topk(1).values[0, 0],
+        ]
+        first += [R.gather(torch.zeros(3, 1, dtype=torch.long))[0, 0], R.pool(3, 3, by="max")[0, 0]]
+        assert all(x == 1 for x in first), heads
+        assert (R.entropy() >= 0).all(), heads

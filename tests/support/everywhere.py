@@ -47,16 +47,23 @@ WITH_OPENBLAS = ("engines",)
 WITHOUT_NUMPY = ("core", "nn")
 
 
+def kernel_caches(name: str) -> dict[str, str]:
+    """Folders of compiled kernels of its own for a setting: those of one CPU are wrong for another.
+
+    Inductor takes vector code of another setting from its cache, and cannot compile it without these instructions.
+    """
+    folder = suite.ROOT / ".cache" / "everywhere" / name.replace(" ", "-")
+    return {"NUMBA_CACHE_DIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+
+
 def run(name: str, options: argparse.Namespace) -> int:
     """Run the suite under one setting; the number of failures."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MKL_CBWR", "ATEN_CPU_CAPABILITY")}
-    # Compiled kernels of one CPU are wrong for another: a cache of its own for each setting.
-    environment["NUMBA_CACHE_DIR"] = str(suite.ROOT / ".cache" / "everywhere" / name.replace(" ", "-"))
     paths = [str(suite.ROOT / "src"), str(suite.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     variables = dict(SETTINGS[name])
     if variables.pop(AS_ON_INTEL, None):
         variables["LD_PRELOAD"] = mkl_as_on_intel()
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **kernel_caches(name), **variables}
     only = WITHOUT_NUMPY if "numpy" in variables.get("REGARD_HIDE", "") else ()
     only = WITH_OPENBLAS if "OPENBLAS_CORETYPE" in variables else only
     if only:

@@ -48,6 +48,7 @@ TESTS = {
     "edges: rows of nan": ("core/test_empty_and_infinite.py", "no_gradient_to"),
     "row weights": ("core/test_row_weights.py", "whatever_way and (100 or 1000) and (sink or tensor)"),
     "row weights: rows chosen twice": ("core/test_row_weights.py", "whatever_way and compiled-bias-10"),
+    "row weights: heads": ("core/test_row_weights.py", "mean_of_heads"),
     "row weights: intervals": ("core/test_row_weights.py", "whatever_way and compiled-window"),
     "gradients of cells": ("core/test_row_weights.py", "gradients_of_cells and -1] and (scaled or tensor)"),
     "bound": ("core/test_bound.py", "within_its_bound and not 20000 and (0 or 5)"),
@@ -188,7 +189,7 @@ BUGS = [
     # core/problem.py.
     Bug("a chosen head looks at the keys of another", "core/problem.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
     Bug("a narrowed problem forgets its offset", "core/problem.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),
-    Bug("poison in keys is let through", "core/problem.py", "k=zero_keys(self.k, visible, -2), modifiers=modifiers)", "modifiers=modifiers)", ("edges",)),
+    Bug("poison in keys is let through", "core/problem.py", "k=self.blank(self.k, visible, -2), modifiers=modifiers)", "modifiers=modifiers)", ("edges",)),
     Bug("poison in keys is let through that another head sees", "core/problem.py", "visible = visible | cells.any(2)  # not", "visible = visible | cells.any(2).any(1, keepdim=True)  # not", ("edges",)),
     Bug("poison in values is let through", "core/problem.py", "v = None if request.v is None else zero_keys(request.v, visible, -2)", "v = request.v", ("edges",)),
     Bug("a group's gradients are averaged", "core/problem.py", "x.unflatten(1, (heads, -1)).sum(2)", "x.unflatten(1, (heads, -1)).mean(2)", ("gradients",)),
@@ -279,8 +280,9 @@ BUGS = [
     Bug("heads: chosen heads of other keys share a group", "core/rows/relations.py", "if rest or owners !=", "if rest or owners is None and owners !=", ("row statistics",)),
     Bug("comparison: the textbook's logarithms are those of weights", "engines/reference.py", "_, log_w = weights_from_norm(s, norm, False)", "log_w = weights_from_norm(s, norm, False)[0].log()", ("comparison",)),
     # core/rows/stats.py and core/rows/head_reduction.py: heads together, distances, patterns.
-    Bug("heads: the log of a mean is that of the sum", "core/rows/sources.py", "log_w.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log()", "log_w.masked_fill(~counts, -torch.inf)", ("row statistics",)),
-    Bug("heads: a mean over all groups", "core/rows/head_reduction.py", ".sum(-1, keepdim=True)).flatten()", ".sum()).flatten()", ("row statistics",)),
+    Bug("heads: the log of a mean is that of the sum", "core/rows/sources.py", "torch.where(counts, factors, 1).log(), 2, divisor=total)", "torch.where(counts, factors, 1).log(), 2)", ("row statistics",)),
+    Bug("heads: a mean over all groups", "core/rows/head_shares.py", "total = factors.unflatten(1, (groups, -1)).sum(2)", "total = factors.sum(1, keepdim=True).expand(1, groups, 1, 1)", ("row statistics",)),
+    Bug("heads: a mean is multiplied by a rounded share", "core/rows/head_shares.py", "y if total is None else y / total", "y if total is None else y * (1 / total)", ("row weights: heads",)),
     Bug("heads: the entropy leaves the sink out", "core/rows/stats.py", "return rows if strip.sink is None or strip.log_sink is None else rows + _entropy(strip.sink, strip.log_sink)", "return rows", ("row statistics",)),
     Bug("heads: keys of the largest count from the strip", "core/rows/stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
     Bug("gather: a key outside the strip is its first", "core/rows/stats.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),

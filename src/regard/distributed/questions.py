@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core.block import MatrixBlock
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
+from ..core.rows.head_shares import HeadShares
 from ..core.rows.sources import FinishedRows, HeadRows, Part, RowSource
 from ..core.rows.strips import Question, add_grads, add_strips, unowned
 from ..core.scores.kinds import upcast
@@ -78,7 +79,7 @@ class _RowsJob:
     wants: Wants
     spans: Spans
     question: Question
-    heads: list[tuple[int, Tensor | None] | None]  # of each matrix: how many are one, and their shares
+    heads: list[tuple[int, HeadShares | None] | None]  # of each matrix: how many are one, and their shares
     shape: tuple[int, int, int, int]  # b h i of this rank's rows, j of all keys
 
 
@@ -97,7 +98,7 @@ def answer(sources: list[RowSource], question: Question) -> list[Tensor]:
 
 
 def _answer(
-    rows: list[ShardedRows], heads: Sequence[tuple[int, Tensor | None] | None], question: Question
+    rows: list[ShardedRows], heads: Sequence[tuple[int, HeadShares | None] | None], question: Question
 ) -> list[Tensor]:
     plan = rows[0].matrix._plan
     if question.of_parts is None:
@@ -148,10 +149,10 @@ def _described(question: Any) -> str:
     return f"{type(question).__name__} {shared} {sizes}"
 
 
-def _unwrapped(source: Any) -> tuple[ShardedRows, tuple[int, Tensor | None] | None]:
+def _unwrapped(source: Any) -> tuple[ShardedRows, tuple[int, HeadShares | None] | None]:
     heads = None
     if isinstance(source, HeadRows):
-        if source.shares is not None and source.shares.requires_grad:
+        if source.shares is not None and source.shares.factors.requires_grad:
             raise NotImplementedError(
                 "weights of heads get no gradient over ranks; detach them, or gather q and k first."
             )
@@ -377,9 +378,9 @@ class _RectangleBackward:
         self.problem = unflatten(spec, [t.detach() for t in self._lowered])
         self._totals = [totals.q[:, :, at], *flatten(totals.score)[1]]
 
-    def constants(self, heads: tuple[int, Tensor | None] | None) -> list[bool]:
+    def constants(self, heads: tuple[int, HeadShares | None] | None) -> list[bool]:
         """Tensors of the source behind the problem and the norm: shares of heads, which get no gradient."""
-        return [] if heads is None or heads[1] is None else [False]
+        return [] if heads is None else [False] * len(flatten(heads[1])[1])
 
     def add(self, of_problem: list[Tensor], of_keys: Tensor) -> None:
         """Gradients of the problem's tensors, into those of queries, keys and the score's parameters."""

@@ -133,8 +133,8 @@ def _pooled(rows: ScoreRows, question: TilePool) -> Tensor | None:
 
 
 def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, divided: bool) -> Tensor | None:
-    rows, shares = heads.heads, heads.shares
-    if not isinstance(rows, ScoreRows) or shares is None:
+    rows = heads.heads
+    if not isinstance(rows, ScoreRows) or heads.shares is None:
         return None
     problem, second = rows.problem, None if other is None else other.problem
     constant = not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(heads)[1])
@@ -145,9 +145,12 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
         return None
     if not head_rows.serves_heads(problem, second):
         return None
+    shares = heads.shares.normalized()
     if second is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(second)[1]):
         args = (problem, rows.norm, shares, heads.shape[1], second, measure, divided)
-        return without_autocast(problem.q, lambda: head_rows.forward_pass(*args)[0])
+        value = without_autocast(problem.q, lambda: head_rows.forward_pass(*args)[0])
+        # A mean of kernels adds up rounded shares: of heads that are all on one key it may be an ulp above 1.
+        return value.clamp(min=0) if measure == "entropy" and heads.shares.total is not None else value
     spec, tensors = flatten((problem, rows.norm, shares, second))
     return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
 

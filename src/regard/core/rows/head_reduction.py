@@ -13,9 +13,9 @@ from ..arguments import as_values, at_least_one, chosen_keys
 from ..broadcast import check_broadcast
 from ..inherited import named_by_class
 from ..results import TopK
-from ..scores.kinds import upcast
-from ..torch_state import as_size, is_tracing
+from ..torch_state import as_size
 from ..types import KeyLike, KeysLike
+from .head_shares import HeadShares
 from .questions import RowQuestions
 from .sources import HeadRows, RowSource, log_of_heads
 from .spans import PoolBy
@@ -25,7 +25,7 @@ from .strips import DenseForm, Question
 if TYPE_CHECKING:
     from .relations import Relations
 
-__all__ = ["HeadReduction", "head_shares"]
+__all__ = ["HeadReduction"]
 
 
 @named_by_class
@@ -42,7 +42,7 @@ class HeadReduction(RowQuestions):
     torch.Size([6])
     """
 
-    def __init__(self, weights: Relations, size: int, shares: Tensor | None, *, one_head: bool) -> None:
+    def __init__(self, weights: Relations, size: int, shares: HeadShares | None, *, one_head: bool) -> None:
         self._weights, self._size, self._shares = weights, size, shares
         self._factors, self._engine, self._one_head = weights._factors, weights._engine, one_head
         self._tokens = weights._tokens
@@ -105,17 +105,12 @@ class HeadReduction(RowQuestions):
         return reduced(x), None if sink is None else reduced(sink)
 
     def _log_reduced(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (-1, self._size))
-        shares = None if self._shares is None else self._shares.reshape(-1, self._size, *[1] * (x.ndim - 3))
-        return log_of_heads(x, shares)
+        return log_of_heads(x.unflatten(1, (-1, self._size)), self._shares)
 
     def _reduced(self, x: Tensor, axis: int = 1) -> Tensor:
         """Heads of a tensor along one axis reduced to groups."""
         x = x.unflatten(axis, (-1, self._size))
-        if self._shares is None:
-            return x.amax(axis + 1)
-        shares = self._shares.reshape(-1, self._size, *[1] * (x.ndim - axis - 2))
-        return (x * shares).sum(axis + 1)
+        return x.amax(axis + 1) if self._shares is None else self._shares.sum_of(x, axis)
 
     def rows(self, part: slice) -> HeadReduction:
         """The same matrix for adjacent rows alone; every question then costs what these rows cost.
@@ -292,32 +287,3 @@ class HeadReduction(RowQuestions):
     def __repr__(self) -> str:
         by = "max" if self._shares is None else "sum"
         return f"HeadReduction({'×'.join(map(str, self.shape))}, {by} of {self._size} heads of {self._weights!r})"
-
-
-def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Tensor) -> Tensor:
-    """Factor of each head in a sum, (1, h, 1, 1)."""
-    if by == "max":
-        raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
-    if weights is None:
-        weights = torch.ones(heads, device=q.device)
-    elif not isinstance(weights, Tensor):
-        got = type(weights).__name__
-        raise TypeError(
-            f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
-        )
-    elif (
-        weights.shape != (heads,)
-        or weights.is_complex()
-        or not (  # a graph reads no number back
-            is_tracing() or bool(((weights >= 0) & weights.isfinite()).all())
-        )
-    ):
-        raise ValueError(f"reduce_heads(weights=) takes a finite number >= 0 for each of {heads} heads; got {weights}.")
-    shares = weights.to(q.device, upcast(q[..., :0]).dtype)  # results have the type of the matrix
-    if by == "mean":
-        shares = (shares.unflatten(0, (groups, -1)) / shares.unflatten(0, (groups, -1)).sum(-1, keepdim=True)).flatten()
-        if not is_tracing() and bool(shares.isnan().any()):
-            raise ValueError(
-                f"reduce_heads('mean', weights=) divides by their sum, which must be finite and not 0; got {weights}."
-            )
-    return shares.reshape(1, heads, 1, 1)

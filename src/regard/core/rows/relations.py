@@ -14,7 +14,8 @@ from ..evaluation import LazyMatrix
 from ..indexing import Tokens, as_int, slice_bounds
 from ..problem import Factors
 from ..stats import Request
-from .head_reduction import HeadReduction, head_shares
+from .head_reduction import HeadReduction
+from .head_shares import head_shares
 from .questions import RowQuestions
 from .sources import DenseRows, RowSource, ScoreRows
 from .strips import DenseForm

@@ -18,6 +18,7 @@ from ..masks.intervals import KeyIntervals
 from ..problem import Problem
 from ..pytree import register_node, replace_fields, tree_map
 from ..scores.kinds import upcast
+from .head_shares import HeadShares
 
 __all__ = [
     "ChosenRows",
@@ -154,7 +155,7 @@ class _WeightStrip(Strip):
 class _HeadStrip(Strip):
     """Rows of several heads as one: their weighted sum, or their largest weight."""
 
-    def __init__(self, heads: Strip, size: int, shares: Tensor | None) -> None:
+    def __init__(self, heads: Strip, size: int, shares: HeadShares | None) -> None:
         self._heads, self._size, self._shares = heads, size, shares
 
     def _groups(self, x: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ class _HeadStrip(Strip):
 
     def _joined(self, weights: Tensor) -> Tensor:
         w = self._groups(weights)
-        return w.amax(2) if self._shares is None else (w * self._groups(self._shares)).sum(2)
+        return w.amax(2) if self._shares is None else self._shares.sum_of(w, 1)
 
     @cached_property
     def w(self) -> Tensor:  # type: ignore[override]
@@ -173,7 +174,7 @@ class _HeadStrip(Strip):
         return None if self._heads.sink is None else self._joined(self._heads.sink)
 
     def _log(self, log_w: Tensor) -> Tensor:
-        return log_of_heads(self._groups(log_w), None if self._shares is None else self._groups(self._shares))
+        return log_of_heads(self._groups(log_w), self._shares)
 
     @cached_property
     def log_w(self) -> Tensor:  # type: ignore[override]
@@ -197,22 +198,24 @@ class _ChosenStrip(Strip):
         return self.log_w.exp()
 
 
-def log_of_heads(log_w: Tensor, shares: Tensor | None) -> Tensor:
-    """The logarithm of a sum of n heads' weights, each times its share, or of the largest, from (b, g, n, ...)."""
+def log_of_heads(log_w: Tensor, shares: HeadShares | None) -> Tensor:
+    """The logarithm of a sum or mean of n heads' weights, or of the largest, from (b, g, n, ...)."""
     if shares is None:
         return log_w.amax(2)
-    counts = shares > 0  # log 0 is −inf with the slope inf
-    return safe_lse(log_w.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log(), 2)
+    factors, total = shares.aligned(log_w, 1)
+    counts = factors > 0  # log 0 is −inf with the slope inf
+    return safe_lse(log_w.masked_fill(~counts, -torch.inf) + torch.where(counts, factors, 1).log(), 2, divisor=total)
 
 
-def safe_lse(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """log Σ exp(x); −inf with gradient 0, not nan, where every x is −inf."""
+def safe_lse(x: Tensor, dim: int, keepdim: bool = False, divisor: Tensor | None = None) -> Tensor:
+    """log (Σ exp(x) / divisor); −inf with gradient 0, not nan, where every x is −inf."""
     if not x.shape[dim]:
         return torch.logsumexp(x, dim, keepdim)
     m = x.detach().amax(dim, keepdim=True)
     empty = m == -torch.inf
     pivot = torch.where(empty, 0, m)
     total = (x - pivot).exp().sum(dim, keepdim=True)
+    total = total if divisor is None else total / divisor
     lse = (torch.where(empty, 1, total).log() + pivot).masked_fill(empty, -torch.inf)
     return lse if keepdim else lse.squeeze(dim)
 
@@ -377,7 +380,7 @@ class HeadRows:
 
     heads: ScoreRows | DenseRows
     size: int
-    shares: Tensor | None  # b|1 h 1 1 : factor of each head in a sum; None: the largest weight of the heads
+    shares: HeadShares | None  # None: the largest weight of the heads
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -407,7 +410,7 @@ class HeadRows:
 
     def cut(self, part: Part) -> HeadRows:
         inner = self._inner(part, self.shape[1])
-        shares = None if self.shares is None else _pick(self.shares, inner.batch, inner.heads)
+        shares = None if self.shares is None else self.shares.cut(inner.heads, part.heads)
         return HeadRows(self.heads.cut(inner), self.size, shares)
 
     def strip(self, part: Part, visible: Tensor | None) -> Strip:

@@ -1,0 +1,77 @@
+"""How heads are taken together: the factor of each in a weighted sum, and the total that divides a mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..block import take
+from ..pytree import register_node
+from ..scores.kinds import upcast
+from ..torch_state import is_tracing
+
+__all__ = ["HeadShares", "head_shares"]
+
+
+@register_node
+class HeadShares:
+    """Factors of heads in a sum, in groups of as many adjacent heads each.
+
+    A mean is a sum that is divided: 14 times 1/14 is 1.0000001 in float32, and no weight exceeds 1.
+    """
+
+    factors: Tensor  # 1 h 1 1
+    total: Tensor | None  # 1 g 1 1 : the sum of a group's factors; None: no mean
+
+    def aligned(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor | None]:
+        """Factors and totals beside a tensor that has groups and their heads on `axis` and the one behind it."""
+        size, behind = x.shape[axis + 1], [1] * (x.ndim - axis - 2)
+        total = None if self.total is None else self.total.reshape(-1, 1, *behind)
+        return self.factors.reshape(-1, size, *behind), total
+
+    def sum_of(self, w: Tensor, axis: int) -> Tensor:
+        """The weighted sum or mean of such a tensor over the heads of each group."""
+        factors, total = self.aligned(w, axis)
+        y = (w * factors).sum(axis + 1, keepdim=True)
+        return (y if total is None else y / total).squeeze(axis + 1)
+
+    def cut(self, heads: slice, groups: slice) -> HeadShares:
+        """Those of adjacent groups, and of their heads."""
+        total = None if self.total is None else take(self.total, 1, groups)
+        return HeadShares(take(self.factors, 1, heads), total)
+
+    def normalized(self) -> Tensor:
+        """Factors that are divided already, (1, h, 1, 1), as kernels read them."""
+        if self.total is None:
+            return self.factors
+        return (self.factors.unflatten(1, (self.total.shape[1], -1)) / self.total.unsqueeze(2)).flatten(1, 2)
+
+
+def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Tensor) -> HeadShares:
+    """The shares of heads that `reduce_heads` was asked for."""
+    if by == "max":
+        raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
+    if weights is None:
+        weights = torch.ones(heads, device=q.device)
+    elif not isinstance(weights, Tensor):
+        got = type(weights).__name__
+        raise TypeError(
+            f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
+        )
+    elif (
+        weights.shape != (heads,)
+        or weights.is_complex()
+        or not (  # a graph reads no number back
+            is_tracing() or bool(((weights >= 0) & weights.isfinite()).all())
+        )
+    ):
+        raise ValueError(f"reduce_heads(weights=) takes a finite number >= 0 for each of {heads} heads; got {weights}.")
+    factors = weights.to(q.device, upcast(q[..., :0]).dtype).reshape(1, heads, 1, 1)  # results have the matrix's type
+    if by != "mean":
+        return HeadShares(factors, None)
+    total = factors.unflatten(1, (groups, -1)).sum(2)
+    if not is_tracing() and not bool(((total > 0) & total.isfinite()).all()):
+        raise ValueError(
+            f"reduce_heads('mean', weights=) divides by their sum, which must be finite and not 0; got {weights}."
+        )
+    return HeadShares(factors, total)

@@ -1,0 +1,30 @@
+"""`make test-everywhere`: a setting is what it says, and finds no kernels that another one compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support import everywhere, suite
+
+
+def test_no_setting_finds_kernels_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's kernels with wide vectors do not compile for a CPU that is to have none."""
+    environments: dict[str, dict[str, str]] = {}
+
+    def run(name: str, python: str, environment: dict[str, str], options: Any, plugins: list[str]) -> int:
+        environments[name] = environment
+        return 0
+
+    monkeypatch.setattr(suite, "run", run)
+    monkeypatch.setattr(everywhere, "mkl_as_on_intel", lambda: "mkl_as_on_intel.so")
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    options = suite.parser("", suite.ROOT / "results.json").parse_args([])
+    assert not any(everywhere.run(name, options) for name in everywhere.SETTINGS)
+    for cache in ("NUMBA_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        folders = [environment[cache] for environment in environments.values()]
+        assert len({*folders}) == len(everywhere.SETTINGS), cache
+        assert all(str(suite.ROOT) in folder for folder in folders), cache
+    assert "MKL_CBWR" not in environments["as it is"]
+    assert environments["ATEN_CPU_CAPABILITY=default"]["ATEN_CPU_CAPABILITY"] == "default"
