@@ -28,7 +28,7 @@ def bert(seed, kind="Bert", **options):
         vocab_size=chosen.randint(20, 60), hidden_size=heads * chosen.choice([4, 6]), num_attention_heads=heads,
         num_hidden_layers=chosen.randint(1, 3), intermediate_size=chosen.randint(8, 40), max_position_embeddings=16,
         type_vocab_size=chosen.randint(1, 3), layer_norm_eps=10.0 ** -chosen.randint(3, 12),
-        hidden_act=chosen.choice(["gelu", "relu", "gelu_new", "silu"]), pad_token_id=1 if kind == "Roberta" else 0,
+        hidden_act=chosen.choice(["gelu", "relu", "gelu_new", "silu"]), pad_token_id=0 if kind == "Bert" else 1,
         bos_token_id=0, eos_token_id=2, **options,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -54,7 +54,7 @@ def random_weights(model):
     return model.double().eval()
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "XLMRoberta", "Camembert"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_text_encoder_gives_the_last_hidden_state(kind, seed):
     theirs = bert(seed, kind)
@@ -145,7 +145,7 @@ def test_weights_are_copied():
 
 
 REFUSED = {
-    "another family": (lambda: transformers.DistilBertModel(transformers.DistilBertConfig(vocab_size=9, dim=8, n_heads=2, n_layers=1, hidden_dim=8)), r"bert, roberta, gpt2.*DistilBertModel \(model_type 'distilbert'\).*regard.record"),
+    "another family": (lambda: transformers.DistilBertModel(transformers.DistilBertConfig(vocab_size=9, dim=8, n_heads=2, n_layers=1, hidden_dim=8)), r"bert, roberta, xlm-roberta, camembert, gpt2.*DistilBertModel \(model_type 'distilbert'\).*regard.record"),
     "no transformers model": (lambda: nn.Linear(2, 2), r"got Linear.*regard.record"),
     "an option": (lambda: gpt2(0, scale_attn_by_inverse_layer_idx=True), r"scale_attn_by_inverse_layer_idx=False.*got True"),
     "a decoder": (lambda: bert(0, is_decoder=True), r"is_decoder=False.*got True"),

@@ -37,9 +37,9 @@ GPT2_OPTIONS = {
 def from_pretrained(model_or_folder: nn.Module | str | os.PathLike[str]) -> TextEncoder | LanguageModel:
     """A BERT, RoBERTa or GPT-2 model of transformers as a model of `regard.nn`, with equal outputs in eval mode.
 
-    A BERT-like model (MiniLM is one) becomes a `TextEncoder`, whose output is the last hidden state; poolers and heads
-    above it are left out. Padding stands on the right and is hidden by ``mask=regard.padding(lengths)``. A GPT-2
-    becomes a `LanguageModel`, whose output is the logits. Weights are copied.
+    A BERT-like model (MiniLM is one, and XLM-R and CamemBERT are RoBERTas) becomes a `TextEncoder`, whose output is the
+    last hidden state; poolers and heads above it are left out. Padding stands on the right and is hidden by
+    ``mask=regard.padding(lengths)``. A GPT-2 becomes a `LanguageModel`, whose output is the logits. Weights are copied.
 
     Args:
         model_or_folder: A model of transformers, or a folder that its ``save_pretrained`` wrote (safetensors).
@@ -200,5 +200,7 @@ def _activation(name: Any) -> ActivationName:
 CONVERTERS: dict[str, tuple[Callable[[Any], TextEncoder | LanguageModel], dict[str, Any]]] = {
     "bert": (_text_encoder, BERT_OPTIONS),
     "roberta": (_text_encoder, BERT_OPTIONS),
+    "xlm-roberta": (_text_encoder, BERT_OPTIONS),  # RoBERTa of many languages
+    "camembert": (_text_encoder, BERT_OPTIONS),  # and of French
     "gpt2": (_language_model, GPT2_OPTIONS),
 }
