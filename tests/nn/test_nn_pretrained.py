@@ -1,11 +1,13 @@
 """Models of transformers in our own layers: equal outputs for random configs and for a real model, refusals by name."""
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import regard
@@ -124,6 +126,41 @@ def test_a_folder_is_opened_in_eval_mode(make, tmp_path):
         expected = theirs.base_model(numbers).last_hidden_state
         got = ours(numbers) if make is bert else ours.body(ours.embedding(numbers))
     torch.testing.assert_close(got, expected.to(got.dtype), rtol=1e-4, atol=1e-4)
+
+
+def without(name, folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {key: value for key, value in weights.items() if name not in key},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+
+
+DAMAGES = {
+    "weights cut off": (lambda folder: os.truncate(folder / "model.safetensors", 200), "could not be opened: .*header"),
+    "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), r"could not be opened: .*model\.safetensors"),
+    "a layer missing": (lambda folder: without("h.0.mlp", folder), r"not all of this model: h\.0\.mlp\.c_fc\.bias, .* of 4 that are missing"),
+    "another config": (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "n_embd": "x"}'), "could not be opened"),
+    "no config": (lambda folder: (folder / "config.json").write_text("{"), "could not be opened: .*not a valid JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_line(damage, message, tmp_path):
+    gpt2(2).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        from_pretrained(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert str(caught.value).endswith("by save_pretrained.")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pooler_may_be_missing(tmp_path):
+    bert(1).save_pretrained(tmp_path)
+    without("pooler", tmp_path)
+    assert isinstance(from_pretrained(tmp_path), TextEncoder)
 
 
 def test_heads_above_a_model_are_left_out_and_dropouts_and_mode_are_kept():
