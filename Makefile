@@ -27,7 +27,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-notebooks test-planted test-sm90 test-gpu test-gpu-checked gpu lint lint-pyright pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-notebooks test-planted test-sm90 test-gpu test-gpu-checked gpu lint lint-pyright pyright lint-page typescript docs bench bench-gpu bench-learn bench-learn-gpu bench-page small-model clean
 
 setup: $(READY)
 
@@ -156,9 +156,9 @@ small-model: $(READY)
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
 
-# DATA: a folder with tinyshakespeare.txt and multi30k.{train,val}.{en,de}.
+# DATA: a folder with tinyshakespeare.txt and multi30k.{train,val}.{en,de}; OUT: a folder for the runs, to go on with.
 bench-learn: $(READY)
-	$(BIN)/python -m bench.learn cpu $(DATA)
+	$(BIN)/python -m bench.learn cpu $(DATA) $(OUT)
 
 bench-page: $(READY)
 	$(BIN)/python -m bench.page
@@ -184,3 +184,9 @@ gpu:
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m bench.gpu
 	PYTHONPATH=src $(PYTHON) -m bench.gpu_shapes
+
+# Minutes each; make it again where one was not finished. NANOGPT: a clone of nanoGPT.
+bench-learn-gpu:
+	for what in gpu multi30k large seconds; do PYTHONPATH=src $(PYTHON) -m bench.learn $$what $(DATA) $(OUT) limit=540 || exit; done
+	PYTHONPATH=src $(PYTHON) -m bench.learn nanogpt $(DATA) $(OUT) nanogpt=$(NANOGPT)
+	PYTHONPATH=src $(PYTHON) -m bench.learn step $(DATA)

@@ -1,44 +1,92 @@
-"""What training with regard reaches: `python -m bench.learn WHAT DATA [OUT] [setting=value …]` writes bench/results/learn.json.
+"""What training with regard reaches: `python -m bench.learn WHAT DATA OUT [setting=value …]` writes bench/results/learn.json.
 
-    cpu        Tiny Shakespeare, characters, 4 layers of 128, with Muon, on this CPU: three seeds, their mean and spread
-    gpu        the same with 6 layers of 384 on a GPU; with settings to try, as lr=5e-4, it only tells what comes of them
-    multi30k   Multi30k English → German on a GPU (needs sacrebleu to be judged)
-    translate  judge a translator that was trained before: its folder is DATA/ende
-    step       one training step with row statistics on, against the same model on PyTorch's attention under torch.compile
+    cpu         Tiny Shakespeare, characters, 4 layers of 128, with Muon, on a CPU
+    gpu         the same with 6 layers of 384 on a GPU
+    multi30k    Multi30k English → German with at most 3 M parameters, judged on the validation set (needs sacrebleu)
+    large       the same with the size that learns most in ten minutes of a GPU
+    seconds     1,000 sentences translated by the first of these translators, from the start of the command
+    nanogpt     tokens a second, against nanoGPT's train.py as it is: nanogpt=FOLDER is a clone
+    step        one training step with row statistics on, against the same model on PyTorch's attention under torch.compile
 
-DATA is a folder with tinyshakespeare.txt and multi30k.{train,val}.{en,de}. Losses and BLEU are given as ratios to the
-published figures they are held against; the figures themselves stand in `what`.
+The first four train the seeds 0 to 2 side by side, as processes on one device, and their row has the mean and each seed.
+`limit=540` saves all of them after so many seconds; the same command goes on. Other settings to try, as lr=5e-4, only
+tell what comes of them. DATA is a folder with tinyshakespeare.txt and multi30k.{train,val}.{en,de}. Losses and BLEU are
+given as ratios to the published figures they are held against; the figures themselves stand in `what`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import signal
 import statistics
+import subprocess
 import sys
-import tempfile
-from dataclasses import asdict
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regard.learn import lm, open_model, translate
+from regard.learn import Trained, checkpoint, open_model
 from regard.learn.generate import Beam, bleu
-from regard.learn.progress import PlainProgress
 from regard.nn import LanguageModel, Probe
 
 from .rows import RESULTS, Row, cpu_name, read, row, table
 
-NANOGPT_GPU, NANOGPT_CPU, TINY_TRANSFORMER = 1.4697, 1.88, 41.0
-
-SHAKESPEARE = {
-    "steps": 5000, "batch": 64, "layers": 6, "heads": 6, "dim": 384, "context": 256, "dropout": 0.2, "lr": 1e-3,
-    "weight_decay": 5.0, "ema": 0.999, "compile": True,
-}  # fmt: skip
-MULTI30K = {"optimizer": "muon", "compile": True}
+SEEDS = range(3)
 #: Of the length, chosen on the validation set: label smoothing makes short translations likely.
 PENALTY = 1.3
+SENTENCES = 1000
+#: Steps of nanoGPT's script between two lines that it prints, and those before the first that counts: they compile.
+LOG_EVERY, FIRST_COUNTED = 100, 200
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of three runs: their settings, and the figures that the mean is held against."""
+
+    kind: str
+    name: str
+    settings: dict[str, Any]
+    peer: str
+    anchor: float
+    must: float
+    goal: float | None
+
+    def files(self, data: Path) -> list[str]:
+        if self.kind == "lm":
+            return ["lm", str(data / "tinyshakespeare.txt")]
+        train, val = ([str(data / f"multi30k.{part}.{name}") for name in ("en", "de")] for part in ("train", "val"))
+        return ["translate", *train, "--validation", *val]
+
+
+NANOGPT = {
+    "steps": 5000, "batch": 64, "layers": 6, "heads": 6, "dim": 384, "context": 256, "dropout": 0.2, "compile": True,
+}  # fmt: skip
+TINY_TRANSFORMER = "published tiny Transformer on test 2016, lower-cased: 41.0", 41.0
+TASKS = {
+    "cpu": Task(
+        "lm", "Tiny Shakespeare on a CPU", {"optimizer": "muon", "device": "cpu"}, "nanoGPT: 1.88", 1.88, 1.62, 1.60
+    ),
+    "gpu": Task(
+        "lm", "Tiny Shakespeare on a GPU", NANOGPT | {"lr": 1e-3, "weight_decay": 5.0, "ema": 0.999},
+        "nanoGPT: 1.4697", 1.4697, 1.43, 1.42,
+    ),
+    "multi30k": Task(
+        "translate", "Multi30k English → German", {"optimizer": "muon", "compile": True}, *TINY_TRANSFORMER, 41.5, None
+    ),
+    "large": Task(
+        "translate", "Multi30k English → German in ten minutes",
+        {"dim": 256, "dropout": 0.4, "optimizer": "muon", "compile": True}, *TINY_TRANSFORMER, 42.0, 43.5,
+    ),
+}  # fmt: skip
 
 
 def device_name() -> str:
@@ -59,68 +107,198 @@ def put(figures: list[Row]) -> None:
     print(table(rows))
 
 
-def shakespeare(data: Path, out: Path, anchor: float, must: float, goal: float, **settings) -> Row:
+# Runs of several seeds.
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """Settings as words of the command line."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def train(task: Task, data: Path, out: Path, settings: dict[str, Any], limit: float) -> bool:
+    """Train all seeds side by side, or go on with them; whether they are finished."""
+    out.mkdir(parents=True, exist_ok=True)
+    began, runs = time.monotonic(), []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if settings.get("device") == "cpu" else None
+    for seed in SEEDS:
+        started = checkpoint.is_checkpoint(out / str(seed))
+        words = ["--resume"] if started else flags({**settings, "seed": seed})
+        command = [sys.executable, "-m", "regard", "learn", *task.files(data), "--out", str(out / str(seed)), *words]
+        with (out / f"{seed}.log").open("a") as log:
+            runs.append(subprocess.Popen(command, stderr=log, env=environment))
+    for run in runs:
+        try:
+            run.wait(max(1.0, limit - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            for other in runs:
+                other.send_signal(signal.SIGINT)  # to each once: a second one would not wait for the step
+            break
+    codes = [run.wait() for run in runs]
+    spent = seconds_of(out) + time.monotonic() - began
+    (out / "seconds").write_text(f"{spent:.1f}")
+    for seed, code in enumerate(codes):
+        last = (out / f"{seed}.log").read_text().strip().splitlines()[-1:]
+        if code not in (0, 130, -signal.SIGINT):  # the last, where Python itself was still starting
+            raise SystemExit(f"seed {seed}: {' '.join(last)}")
+        print(f"seed {seed}: {'finished' if code == 0 else 'stopped'}; {' '.join(last)}")
+    return not any(codes)
+
+
+def seconds_of(out: Path) -> float:
+    """Time that all runs took together so far, with their starts and reports."""
+    path = out / "seconds"
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def shape_of(s: Any) -> str:
+    layers = f"{s.layers} + {s.layers}" if s.__class__.__name__.startswith("Translate") else str(s.layers)
+    context = f"context {s.context}, " if hasattr(s, "context") else ""
+    return f"{layers} layers, {s.heads} heads, {s.dim}, {context}{s.steps} steps of {s.batch}, {s.optimizer}"
+
+
+def row_of(task: Task, figures: list[float], trained: Trained, what: str, out: Path, search: str = "") -> Row:
+    """The row of three seeds: their mean counts, and each is a sample."""
+    digits = 4 if task.kind == "lm" else 2
+    spread = (
+        f"three seeds {min(figures):.{digits}f} to {max(figures):.{digits}f}, side by side in {seconds_of(out):.0f} s"
+    )
+    better, goal = "lower" if task.kind == "lm" else "higher", task.goal and round(task.goal / task.anchor, 4)
+    device = cpu_name() if trained.settings.device == "cpu" else device_name()
+    samples = [figure / task.anchor for figure in figures]
+    result = row(
+        f"{task.name}: {what}, {spread}, {count(trained.model)}", shape_of(trained.settings) + search, task.peer,
+        samples, round(task.must / task.anchor, 4), goal, better, device,
+    )  # fmt: skip
+    result.ratio = round(statistics.mean(samples), 4)
+    return result
+
+
+def losses(task: Task, out: Path) -> Row:
     """Validation loss over the whole last tenth of the text."""
-    result = lm(data / "tinyshakespeare.txt", out, progress=PlainProgress(), **settings)
-    trained = open_model(out)
-    s = trained.settings
-    where = "GPU" if s.dim > 128 else "CPU"
-    shape = f"{s.layers} layers, {s.heads} heads, {s.dim}, context {s.context}, {s.steps} steps of {s.batch}"
-    what = f"Tiny Shakespeare on a {where}: validation loss {result.best:.4f}, {count(trained.model)}"
-    return row(
-        what,
-        shape,
-        f"nanoGPT: {anchor}",
-        [result.best / anchor],
-        round(must / anchor, 4),
-        round(goal / anchor, 4),
-        device=device_name(),
-    )
+    final = [float(checkpoint.read_tensors(out / str(seed) / checkpoint.MODEL)[1]["val_loss"]) for seed in SEEDS]
+    trained = open_model(out / "0")
+    return row_of(task, final, trained, f"validation loss {statistics.mean(final):.4f}", out)
 
 
-def seeds(data: Path, out: Path, anchor: float, must: float, goal: float, **settings) -> Row:
-    """The same of seeds 0 to 2: a sample each."""
-    runs = [
-        lm(data / "tinyshakespeare.txt", out / str(n), progress=PlainProgress(), seed=n, **settings) for n in range(3)
-    ]
-    return seeds_row([run.best for run in runs], open_model(out / "0"), anchor, must, goal)
+def judged(task: Task, data: Path, out: Path) -> Row:
+    """BLEU of translators on the validation set; the published figure is of a test set that is not here."""
+    source, target = ((data / f"multi30k.val.{name}").read_text().splitlines() for name in ("en", "de"))
+    scores = []
+    for seed in SEEDS:
+        trained = open_model(out / str(seed), "cuda" if torch.cuda.is_available() else "cpu")
+        written = trained.translate_all(source, Beam(5, PENALTY))
+        (out / str(seed) / "val.translated.de").write_text("\n".join(written) + "\n")
+        scores.append(bleu(written, target))
+    lower, cased = ([score[name] for score in scores] for name in ("lower", "cased"))
+    signature = scores[0]["lower_signature"].replace("|", ", ")
+    what = f"validation BLEU {statistics.mean(lower):.2f} lower-cased, {statistics.mean(cased):.2f} cased ({signature})"
+    return row_of(task, lower, trained, what, out, f", beam 5, penalty {PENALTY}")
 
 
-def seeds_row(losses: list[float], trained, anchor: float, must: float, goal: float) -> Row:
-    s, mean = trained.settings, statistics.mean(losses)
-    spread = f"{min(losses):.4f} to {max(losses):.4f}"
-    shape = (
-        f"{s.layers} layers, {s.heads} heads, {s.dim}, context {s.context}, {s.steps} steps of {s.batch}, {s.optimizer}"
-    )
-    what = f"Tiny Shakespeare on a CPU: validation loss {mean:.4f}, three seeds {spread}, {count(trained.model)}"
-    ratios = [loss / anchor for loss in losses]
-    return row(
-        what,
-        shape,
-        f"nanoGPT: {anchor}",
-        ratios,
-        round(must / anchor, 4),
-        round(goal / anchor, 4),
-        device=device_name(),
-    )
+def runs_of(name: str, data: Path, out: Path, tried: dict[str, Any], limit: float) -> None:
+    task, folder = TASKS[name], out / " ".join([name, *flags(tried)])
+    if not train(task, data, folder, task.settings | tried, limit):
+        raise SystemExit("not finished: the same command goes on.")
+    figures = losses(task, folder) if task.kind == "lm" else judged(task, data, folder)
+    if tried:  # a trial, which leaves the measured row alone
+        print(figures.what, figures.shape, tried)
+    else:
+        put([figures])
 
 
-def judged(data: Path, folder: Path) -> Row:
-    """BLEU of a translator on the validation set; the published figure is of a test set that is not here."""
+# The speed of training and of translating.
+
+
+def translated(data: Path, folder: Path) -> Row:
+    """Seconds of `regard translate` for 1,000 sentences, beam 5, from the start of the command."""
+    sentences = folder.parent / "sentences.en"
+    lines = (data / "multi30k.val.en").read_text().splitlines()[:SENTENCES]
+    sentences.write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "regard", "translate", str(folder), "--file", str(sentences)]
+    samples = []
+    for _ in range(3):
+        began = time.perf_counter()
+        written = subprocess.run([*command, "--penalty", str(PENALTY)], check=True, capture_output=True).stdout
+        samples.append(time.perf_counter() - began)
+        assert len(written.splitlines()) == len(lines)
     trained = open_model(folder)
-    lines = [(data / f"multi30k.val.{language}").read_text().splitlines() for language in ("en", "de")]
-    written = trained.translate_all(lines[0], Beam(5, PENALTY))
-    (folder / "val.translated.de").write_text("\n".join(written) + "\n")
-    scores = bleu(written, lines[1])
-    s = trained.settings
-    what = (
-        f"Multi30k English → German: validation BLEU {scores['lower']:.2f} lower-cased, {scores['cased']:.2f} cased, "
-        f"{count(trained.model)} ({scores['lower_signature'].replace('|', ', ')})"
-    )
-    shape = f"{s.layers} + {s.layers} layers, {s.heads} heads, {s.dim}, {s.steps} steps of {s.batch}, beam 5, penalty {PENALTY}"
-    against = f"published tiny Transformer on test 2016, lower-cased: {TINY_TRANSFORMER}"
-    ratio = scores["lower"] / TINY_TRANSFORMER
-    return row(what, shape, against, [ratio], round(41.5 / TINY_TRANSFORMER, 4), None, "higher", device_name())
+    what = f"translating {len(lines):,} sentences, beam 5, from the start of the command: seconds"
+    return row(
+        what, shape_of(trained.settings), count(trained.model), samples, 8.0, 4.0, device=device_name()
+    )  # fmt: skip
+
+
+def rate(lines: Iterable[str], tokens: int) -> Iterator[float]:
+    """Tokens a second between two lines "iter N: …" of nanoGPT's script, by the time of their arrival."""
+    before = None
+    for text in lines:
+        if text.startswith("iter "):
+            step, now = int(text.split()[1].rstrip(":")), time.perf_counter()
+            if before is not None:
+                yield (step - before[0]) * tokens / (now - before[1])
+            before = (step, now) if step >= FIRST_COUNTED else None
+
+
+def prepare(folder: Path, text: str) -> None:
+    """Write what nanoGPT's data/shakespeare_char/prepare.py writes, which needs a library that downloads the text."""
+    alphabet = sorted(set(text))
+    ids = array("H", map({character: n for n, character in enumerate(alphabet)}.__getitem__, text))
+    split = int(len(ids) * 0.9)
+    (folder / "train.bin").write_bytes(ids[:split].tobytes())
+    (folder / "val.bin").write_bytes(ids[split:].tobytes())
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(alphabet)}))
+
+
+def their_rate(folder: Path, data: Path, settings: dict[str, Any]) -> float:
+    """Tokens a second of nanoGPT's train.py, as it is."""
+    prepare(folder / "data" / "shakespeare_char", (data / "tinyshakespeare.txt").read_text())
+    theirs = {
+        "max_iters": settings["steps"], "lr_decay_iters": settings["steps"], "batch_size": settings["batch"], "n_layer": settings["layers"],
+        "n_head": settings["heads"], "n_embd": settings["dim"], "block_size": settings["context"],
+        "dropout": settings["dropout"], "compile": settings["compile"], "eval_interval": 10**9, "eval_iters": 1,
+        "log_interval": LOG_EVERY, "out_dir": str(folder / "out"), "device": settings["device"],
+        "dtype": "bfloat16" if settings["device"] == "cuda" else "float32",
+    }  # fmt: skip
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py"]
+    command += [f"--{name}={value}" for name, value in theirs.items()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        rates = list(rate(run.stdout, settings["batch"] * settings["context"]))
+    if run.returncode or not rates:
+        raise SystemExit("nanoGPT's train.py failed: its message stands above.")
+    return statistics.median(rates)
+
+
+def our_rate(data: Path, out: Path, settings: dict[str, Any]) -> float:
+    """Tokens a second of `regard learn lm`, with the reports of every head."""
+    command = [sys.executable, "-m", "regard", "learn", "lm", str(data / "tinyshakespeare.txt"), "--out", str(out)]
+    subprocess.run([*command, *flags(settings)], check=True, capture_output=True)
+    rows = [r for r in checkpoint.read_history(out) if r["step"] > FIRST_COUNTED and "tokens_per_second" in r]
+    return statistics.median(r["tokens_per_second"] for r in rows)
+
+
+def throughput(folder: Path, data: Path, out: Path, tried: dict[str, Any], rounds: int = 3) -> Row:
+    """Both by turns, each from its own start; the same model on both sides."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    same = {"architecture": "gpt2", "positions": "learned", "device": device, "steps": 800, "eval_every": 10**6}
+    settings = NANOGPT | same | {name: type((NANOGPT | same)[name])(value) for name, value in tried.items()}
+    ours, theirs = [], []
+    for n in range(rounds):
+        theirs.append(their_rate(folder, data, settings))
+        ours.append(our_rate(data, out / f"rate {n} {time.time_ns()}", settings))
+    samples = [a / b for a, b in zip(ours, theirs, strict=True)]
+    how = ", torch.compile and flash attention" if settings["compile"] else ""
+    return row(
+        f"training on a GPU: {statistics.median(ours) / 1e6:.2f} million tokens a second",
+        f"{settings['batch']}×{settings['context']}, {settings['layers']} layers, {settings['heads']} heads, {settings['dim']}, "
+        f"dropout {settings['dropout']}",
+        f"nanoGPT's train.py{how}, {statistics.median(theirs) / 1e6:.2f} million", samples, 1.0, 1.3, "higher", device_name(),
+    )  # fmt: skip
 
 
 # One training step.
@@ -212,28 +390,28 @@ def steps(small: bool = False, mode: str = "default") -> Row:
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     what, data = sys.argv[1], Path(sys.argv[2])
-    overrides = dict(pair.split("=", 1) for pair in sys.argv[3:] if "=" in pair)
+    words = {"True": True, "False": False}
+    pairs = [pair.split("=", 1) for pair in sys.argv[3:] if "=" in pair]
+    tried: dict[str, Any] = {name: words.get(value, value) for name, value in pairs}
     where = [name for name in sys.argv[3:] if "=" not in name]
-    out = Path(where[0] if where else tempfile.mkdtemp())
+    limit, folder = float(tried.pop("limit", "inf")), Path(tried.pop("nanogpt", ""))
     if what == "step":
         put([steps()])
         put([steps(mode="reduce-overhead")])
-    elif what == "cpu":
-        put([seeds(data, out, NANOGPT_CPU, 1.62, 1.60, device="cpu", optimizer="muon")])
-    elif what == "gpu":
-        settings = SHAKESPEARE | {name: type(SHAKESPEARE[name])(value) for name, value in overrides.items()}
-        figures = shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)
-        if overrides:  # a trial, which leaves the measured row alone
-            print(figures.what, overrides)
-        else:
-            put([figures])
-    elif what == "multi30k":
-        files = [data / f"multi30k.{part}.{language}" for part in ("train", "val") for language in ("en", "de")]
-        translate(*files[:2], out / "ende", validation=tuple(files[2:]), progress=PlainProgress(), **MULTI30K)
-        put([judged(data, out / "ende")])
-    elif what == "translate":
-        put([judged(data, data / "ende")])
+        return
+    if len(where) != 1:
+        raise SystemExit(f"a folder OUT for the runs is needed, to go on with; got {where}.")
+    out = Path(where[0])
+    if what in TASKS:
+        runs_of(what, data, out, tried, limit)
+    elif what == "seconds":
+        put([translated(data, out / "multi30k" / "0")])
+    elif what == "nanogpt":
+        figures = throughput(folder, data, out, tried)
+        print(figures.what, figures.against, figures.samples) if tried else put([figures])
     else:
         raise SystemExit(__doc__)
 

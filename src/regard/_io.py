@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_path", "atomic_write", "decode", "partial_files", "read_text"]
+__all__ = ["as_path", "atomic_write", "decode", "partial_files", "read_text", "why_unwritten"]
 
 #: Name of a file while it is written: the final name, then the writer's process and a random number.
 PARTIAL = ".{}.{}.part"
@@ -68,6 +68,18 @@ def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
             raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         raise
     _sync_folder(target.parent)
+
+
+def why_unwritten(error: OSError) -> tuple[str, str]:
+    """Why a file could not be written, in the user's words, and what helps.
+
+    Args:
+        error: What `atomic_write` raised.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full", "Free some space"
+    refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return error.strerror or str(error), "Make the folder writable" if refused else "Check the disk"
 
 
 def partial_files(path: Path) -> Iterator[Path]:

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from regard import cli
 from regard.learn import Diverged, checkpoint, history, is_checkpoint, lm, open_model, training, translate
 from regard.learn.progress import TrainingProgress
 from regard.look import svg
+from regard.look.run_report import write_report
 
 TINY = {
     "steps": 12,
@@ -279,6 +281,29 @@ def test_a_full_disk_is_called_by_its_name(text, tmp_path, monkeypatch):
     assert lm(text, tmp_path / "run", **TINY).finished, "nothing is left in the way"
 
 
+@pytest.mark.parametrize(("number", "remedy"), [
+    (errno.EROFS, "Read-only file system. Make the folder writable"), (errno.EIO, "error. Check the disk"),
+    (errno.ENOSPC, "the disk is full. Free some space"),
+])  # fmt: skip
+def test_a_report_or_ids_that_cannot_be_written_say_what_helps(
+    number, remedy, text, finished_run, tmp_path, monkeypatch
+):
+    def refuse(path, chunks):
+        raise OSError(number, os.strerror(number), str(path))
+
+    out = tmp_path / "run"
+    shutil.copytree(finished_run, out)
+    (out / "report.html").unlink(missing_ok=True)
+    monkeypatch.setattr(checkpoint, "atomic_write", refuse)
+    with pytest.raises(OSError, match=rf"report\.html \(.* bytes\) could not be written: .*{remedy}, then continue"):
+        write_report(out)
+    monkeypatch.setattr(training.tasks.corpus, "atomic_write", refuse)
+    monkeypatch.setattr(training.tasks.corpus, "IN_MEMORY_BYTES", 0)
+    with pytest.raises(OSError, match=rf"tokens\.bin could not be written: .*{remedy}, then start again"):
+        lm(text, tmp_path / "new", **TINY)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(text, tmp_path, monkeypatch):
     own = training.tasks.LMTask.loss
     calls = iter(range(10**6))
@@ -305,14 +330,67 @@ def test_a_learning_rate_beyond_all_measure_is_told_on_the_command_line(text, tm
     message = capsys.readouterr().err
     assert "Try a smaller --lr" in message
     assert "nothing was saved yet" in message
-    assert not list((tmp_path / "run").iterdir())  # the same folder is free for another attempt
+    assert not (tmp_path / "run").exists()  # the same folder is free for another attempt
 
 
-def test_a_model_beyond_all_memory_leaves_its_folder_free(text, tmp_path, capsys):
-    words = ["learn", "lm", str(text), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    assert cli.main([*words, "--hidden", str(10**13)]) == 2
-    assert "does not fit into memory" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(("setting", "message"), [
+    ("--hidden", "the model does not fit into memory: use a smaller --dim, --hidden"),
+    ("--batch", "a step does not fit into memory: use a smaller --batch"),
+])  # fmt: skip
+def test_what_is_beyond_all_memory_leaves_its_folder_free(setting, message, text, tmp_path, capsys):
+    words = ["learn", "lm", str(text), "--out", str(tmp_path / "in" / "run"), "--device", "cpu"]
+    assert cli.main([*words, "--dim", "8", "--heads", "2", "--layers", "1", setting, str(10**13)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "in").exists()
+
+
+def test_a_run_that_began_in_the_folder_meanwhile_is_left_alone(text, finished_run, tmp_path, monkeypatch):
+    out, claimed = tmp_path / "run", training.run_folder.claimed
+    (tmp_path / "other").write_text("another text " * 40)
+
+    def meanwhile(folder):
+        monkeypatch.setattr(training.run_folder, "claimed", claimed)
+        lm(text, folder, **TINY)
+        return claimed(folder)
+
+    monkeypatch.setattr(training.run_folder, "claimed", meanwhile)
+    with pytest.raises(ValueError, match="holds a run already"):
+        lm(tmp_path / "other", out, **TINY)
+    same(out, finished_run)
+
+
+def test_a_mapped_text_is_not_written_into_the_folder_of_a_run(text, tmp_path, monkeypatch):
+    """A run maps its token ids anew for each batch: those of another text must not take their place."""
+    pytest.importorskip("fcntl")
+    monkeypatch.setattr(training.tasks.corpus, "IN_MEMORY_BYTES", 0)
+    (tmp_path / "other").write_text("another text " * 40)
+    out, messages = tmp_path / "run", []
+    own = training.tasks.corpus.write_tokens
+
+    def meanwhile(*arguments) -> None:
+        monkeypatch.setattr(training.tasks.corpus, "write_tokens", own)
+        with pytest.raises(ValueError, match="is in use by another run") as wrong:
+            lm(tmp_path / "other", out, **TINY)
+        messages.append(wrong)
+        own(*arguments)
+
+    monkeypatch.setattr(training.tasks.corpus, "write_tokens", meanwhile)
+    assert lm(text, out, **TINY).finished
+    assert messages
+
+
+def test_a_run_without_its_history_goes_on_and_one_without_its_best_model_does_not(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    lm(text, out, **TINY)
+    (out / "history.json").unlink()
+    words = ["learn", "lm", str(text), "--out", str(out), "--resume"]
+    assert cli.main(words) == 2
+    assert f"regard: {out / 'history.json'} is missing" in capsys.readouterr().err
+    assert cli.main([*words, "--steps", str(TINY["steps"] + 3)]) == 0
+    assert (out / "report.html").exists(), "the first step that has no history reports the heads"
+    (out / "model.safetensors").unlink()
+    assert cli.main(words) == 2
+    assert re.search(r"regard: .*model\.safetensors is missing.*another --out", capsys.readouterr().err)
 
 
 def test_a_folder_without_a_name_is_no_folder(text, tmp_path, capsys, monkeypatch):
@@ -320,6 +398,22 @@ def test_a_folder_without_a_name_is_no_folder(text, tmp_path, capsys, monkeypatc
     assert cli.main(["learn", "lm", str(text), "--out", ""]) == 2
     assert "argument --out: a path is needed" in capsys.readouterr().err
     assert not (tmp_path / "settings.json").exists()
+
+
+def test_a_text_that_cannot_be_read_again_is_refused(tmp_path, capsys):
+    for words in (["lm", "-"], ["translate", "en", "-"], ["translate", "en", "de", "--validation", "-", "de"]):
+        assert cli.main(["learn", *words, "--out", str(tmp_path / "run")]) == 2
+        assert "a file is needed, which --resume reads again" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_to_go_on_with_can_be_pasted(text, tmp_path, capsys):
+    out = tmp_path / "my run"
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    assert cli.main(["learn", "lm", str(text), "--out", str(out), *words]) == 0
+    assert f"Try: regard generate '{out}' --prompt" in capsys.readouterr().err
+    assert cli.main(["generate", ""]) == 2
+    assert "argument DIR: a path is needed, got an empty one" in capsys.readouterr().err
 
 
 def test_a_short_run_reaches_its_learning_rate(text, tmp_path):
@@ -380,8 +474,10 @@ def test_a_file_of_one_line_is_learned_if_it_is_long_enough(tmp_path):
     (tmp_path / "one").write_text("the cat sat on the mat " * 20)
     assert lm(tmp_path / "one", tmp_path / "run", **TINY).finished
     (tmp_path / "short").write_text("the cat")
-    with pytest.raises(ValueError, match="use more text or a smaller --context"):
+    with pytest.raises(ValueError, match="use more text or a smaller --context or --validation"):
         lm(tmp_path / "short", tmp_path / "run2", **TINY)
+    with pytest.raises(ValueError, match=r"1 of them for validation, and that needs 2: .* or a larger --validation"):
+        lm(tmp_path / "one", tmp_path / "run2", **{**TINY, "validation": 0.002})
 
 
 def test_what_is_no_text_is_said(tmp_path):
@@ -448,8 +544,6 @@ def test_a_run_goes_on_only_as_it_began(text, finished_run, tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "last.safetensors", "settings.json", "tokenizer.json"])
 def test_a_damaged_file_is_named(name, text, finished_run, tmp_path):
-    import shutil
-
     out = tmp_path / "run"
     shutil.copytree(finished_run, out)
     data = (out / name).read_bytes()
@@ -505,8 +599,6 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("change", "message"), SETTINGS)
 def test_settings_that_cannot_be_are_told_in_one_line(change, message, text, finished_run, tmp_path, capsys):
-    import shutil
-
     shutil.copytree(finished_run, tmp_path / "run")
     settings = json.loads((finished_run / "settings.json").read_text())
     change(settings)

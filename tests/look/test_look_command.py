@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -424,6 +425,15 @@ def test_a_target_that_is_too_long_is_refused_cut_or_not(run, folders, monkeypat
         assert code == 2
         assert "t5 takes 8 tokens, got 26 for its decoder" in err
         assert "shorten it" in err
+
+
+@pytest.mark.parametrize(("name", "content"), [("model.safetensors", b"\x00" * 40), ("tokenizer.json", b"[]")])
+def test_a_damaged_model_is_one_line(name, content, run, folders, tmp_path):
+    shutil.copytree(folders / "gpt2", tmp_path / "damaged")
+    (tmp_path / "damaged" / name).write_bytes(content)
+    code, _, err = run("look", "the cat", "--model", str(tmp_path / "damaged"))
+    assert code == 2
+    assert re.fullmatch(r"regard: the model '.*damaged' could not be opened: [^\n]+\n", err)
 
 
 def test_a_model_trained_here_is_looked_into(run, tmp_path):

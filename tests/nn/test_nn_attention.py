@@ -322,6 +322,16 @@ def test_every_mistake_has_its_sentence(mistake, message):
         mistake()
 
 
+def test_ids_where_vectors_are_expected_are_named():
+    for call in (
+        SelfAttention(12),
+        SelfAttention(12, parameters=False),
+        lambda x: CrossAttention(12)(torch.randn(2, 12), x),
+    ):
+        with pytest.raises(TypeError, match=r"must be vectors of floats; got torch.int64\. .*nn\.Embedding first"):
+            call(torch.ones(5, 12).long())
+
+
 # Mistakes, and what they leave behind.
 
 

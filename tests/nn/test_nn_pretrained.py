@@ -1,11 +1,13 @@
 """Models of transformers in our own layers: equal outputs for random configs and for a real model, refusals by name."""
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import regard
@@ -28,7 +30,7 @@ def bert(seed, kind="Bert", **options):
         vocab_size=chosen.randint(20, 60), hidden_size=heads * chosen.choice([4, 6]), num_attention_heads=heads,
         num_hidden_layers=chosen.randint(1, 3), intermediate_size=chosen.randint(8, 40), max_position_embeddings=16,
         type_vocab_size=chosen.randint(1, 3), layer_norm_eps=10.0 ** -chosen.randint(3, 12),
-        hidden_act=chosen.choice(["gelu", "relu", "gelu_new", "silu"]), pad_token_id=1 if kind == "Roberta" else 0,
+        hidden_act=chosen.choice(["gelu", "relu", "gelu_new", "silu"]), pad_token_id=0 if kind == "Bert" else 1,
         bos_token_id=0, eos_token_id=2, **options,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -54,7 +56,7 @@ def random_weights(model):
     return model.double().eval()
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "XLMRoberta", "Camembert"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_text_encoder_gives_the_last_hidden_state(kind, seed):
     theirs = bert(seed, kind)
@@ -126,6 +128,41 @@ def test_a_folder_is_opened_in_eval_mode(make, tmp_path):
     torch.testing.assert_close(got, expected.to(got.dtype), rtol=1e-4, atol=1e-4)
 
 
+def without(name, folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {key: value for key, value in weights.items() if name not in key},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+
+
+DAMAGES = {
+    "weights cut off": (lambda folder: os.truncate(folder / "model.safetensors", 200), "could not be opened: .*header"),
+    "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), r"could not be opened: .*model\.safetensors"),
+    "a layer missing": (lambda folder: without("h.0.mlp", folder), r"not all of this model: h\.0\.mlp\.c_fc\.bias, .* of 4 that are missing"),
+    "another config": (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "n_embd": "x"}'), "could not be opened"),
+    "no config": (lambda folder: (folder / "config.json").write_text("{"), "could not be opened: .*not a valid JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_line(damage, message, tmp_path):
+    gpt2(2).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        from_pretrained(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert str(caught.value).endswith("by save_pretrained.")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pooler_may_be_missing(tmp_path):
+    bert(1).save_pretrained(tmp_path)
+    without("pooler", tmp_path)
+    assert isinstance(from_pretrained(tmp_path), TextEncoder)
+
+
 def test_heads_above_a_model_are_left_out_and_dropouts_and_mode_are_kept():
     config = transformers.BertConfig(
         vocab_size=30, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8,
@@ -145,7 +182,7 @@ def test_weights_are_copied():
 
 
 REFUSED = {
-    "another family": (lambda: transformers.DistilBertModel(transformers.DistilBertConfig(vocab_size=9, dim=8, n_heads=2, n_layers=1, hidden_dim=8)), r"bert, roberta, gpt2.*DistilBertModel \(model_type 'distilbert'\).*regard.record"),
+    "another family": (lambda: transformers.DistilBertModel(transformers.DistilBertConfig(vocab_size=9, dim=8, n_heads=2, n_layers=1, hidden_dim=8)), r"bert, roberta, xlm-roberta, camembert, gpt2.*DistilBertModel \(model_type 'distilbert'\).*regard.record"),
     "no transformers model": (lambda: nn.Linear(2, 2), r"got Linear.*regard.record"),
     "an option": (lambda: gpt2(0, scale_attn_by_inverse_layer_idx=True), r"scale_attn_by_inverse_layer_idx=False.*got True"),
     "a decoder": (lambda: bert(0, is_decoder=True), r"is_decoder=False.*got True"),

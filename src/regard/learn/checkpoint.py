@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import hashlib
 import json
 import os
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._io import atomic_write, partial_files
+from .._io import atomic_write, partial_files, why_unwritten
 from . import tokenizer as texts
 from .corpus import TOKENS
 from .settings import Settings, from_json
@@ -40,7 +39,7 @@ from .tasks import build
 __all__ = [
     "Description",
     "began_pretrained",
-    "discard_tokens",
+    "discard_unsaved",
     "encode_json",
     "exclusive_lock",
     "is_checkpoint",
@@ -58,6 +57,7 @@ __all__ = [
     "sweep",
     "tokens_digest",
     "update_settings",
+    "write",
 ]
 
 FORMAT = "regard model 3"
@@ -88,12 +88,12 @@ def save(path: Path, tensors: dict[str, Tensor], fields: dict[str, str] | None =
     checksums = {name: _checksum(tensor) for name, tensor in plain.items()}
     metadata = seal({"fields": fields or {}, "tensors": checksums})
     # One metadata entry: the library writes several in random order, and the same run must give the same bytes.
-    _write(path, safetensors()[0].save(plain, {"regard": json.dumps(metadata, sort_keys=True)}))
+    write(path, safetensors()[0].save(plain, {"regard": json.dumps(metadata, sort_keys=True)}))
 
 
 def save_json(path: Path, value: Any) -> None:
     """Write JSON."""
-    _write(path, encode_json(value))
+    write(path, encode_json(value))
 
 
 def encode_json(value: Any) -> bytes:
@@ -122,10 +122,11 @@ def save_settings(folder: Path, description: Description, tokenizer: str) -> Non
     values |= {"tokens": description.tokens} if description.tokens else {}
     values |= {"pretrained": True} if description.pretrained else {}
     try:
-        _write(folder / TOKENIZER, encoded)
+        write(folder / TOKENIZER, encoded)
         save_json(folder / SETTINGS, seal(values))
     except OSError:
-        (folder / TOKENIZER).unlink(missing_ok=True)  # the next attempt would refuse to overwrite it
+        with contextlib.suppress(OSError):  # a folder in which nothing can be written
+            (folder / TOKENIZER).unlink()  # the next attempt would refuse to overwrite it
         raise
 
 
@@ -136,10 +137,14 @@ def update_settings(folder: Path, settings: Settings) -> None:
         save_json(folder / SETTINGS, seal({**description, "settings": settings.json()}))
 
 
-def discard_tokens(folder: Path) -> None:
-    """Remove the file of token ids of a run that never began."""
-    if not (folder / SETTINGS).exists() and (folder / TOKENS).exists():
-        (folder / TOKENS).unlink()
+def discard_unsaved(folder: Path) -> bool:
+    """Free the folder of a run that saved nothing for another attempt; whether it was such a run."""
+    if any((folder / name).exists() for name in (MODEL, LAST, HISTORY, PATTERNS)):
+        return False
+    for name in (SETTINGS, TOKENIZER, TOKENS):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    return True
 
 
 def save_history(folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -162,16 +167,15 @@ def _checksum(tensor: Tensor) -> str:
     return hasher.hexdigest()
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
+    """Write a file of a run; an error says how the run goes on."""
     try:
         atomic_write(path, [data])
     except OSError as error:
-        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        reason, remedy = why_unwritten(error)
         old = "; the old file is unchanged" if path.exists() else ""
         then = "then continue with --resume" if (path.parent / SETTINGS).exists() else "then start again"
-        raise OSError(
-            f"{path} ({len(data):,} bytes) could not be written: {reason}{old}. Free some space, {then}."
-        ) from None
+        raise OSError(f"{path} ({len(data):,} bytes) could not be written: {reason}{old}. {remedy}, {then}.") from None
 
 
 def sweep(folder: Path) -> None:
@@ -208,8 +212,9 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 
 def read_json(path: Path) -> Any:
     """JSON of a file; anything else is a ValueError that names the file."""
+    data = _read_bytes(path)
     try:
-        return json.loads(_read_bytes(path))
+        return json.loads(data)
     except RecursionError:
         raise ValueError(f"{path} is damaged: its values are nested too deeply.") from None
     except ValueError as error:  # no UTF-8, no JSON, a number of too many digits

@@ -39,7 +39,12 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _add_lm(kinds: Any) -> None:
     lm = kinds.add_parser("lm", help="a language model", description=_summary(LMSettings))
-    lm.add_argument("file", metavar="FILE", help="the text to learn from, UTF-8; one above 32 MB is mapped from disk")
+    lm.add_argument(
+        "file",
+        type=_text_file,
+        metavar="FILE",
+        help="the text to learn from, UTF-8; one above 32 MB is mapped from disk",
+    )
     lm.add_argument(
         "--from", dest="pretrained", type=_path, metavar="DIR",
         help="fine-tune this GPT-2, a folder that transformers' save_pretrained wrote (default of --lr: 1e-4)",
@@ -50,10 +55,14 @@ def _add_lm(kinds: Any) -> None:
 
 def _add_translate(kinds: Any) -> None:
     pairs = kinds.add_parser("translate", help="a translator", description=_summary(TranslateSettings))
-    pairs.add_argument("source", metavar="EN", help="sentences to read, one a line")
-    pairs.add_argument("target", metavar="DE", help="their translations, line by line")
+    pairs.add_argument("source", type=_text_file, metavar="EN", help="sentences to read, one a line")
+    pairs.add_argument("target", type=_text_file, metavar="DE", help="their translations, line by line")
     pairs.add_argument(
-        "--validation", nargs=2, metavar=("EN", "DE"), help="two files for validation (default: the last pairs)"
+        "--validation",
+        nargs=2,
+        type=_text_file,
+        metavar=("EN", "DE"),
+        help="two files for validation (default: the last pairs)",
     )
     _add_settings(pairs, TranslateSettings)
     pairs.set_defaults(run=_learn_translate)
@@ -89,6 +98,13 @@ def _path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("a path is needed, got an empty one")
     return text
+
+
+def _text_file(text: str) -> str:
+    """argparse type of a text to learn from."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("a file is needed, which --resume reads again; save the text of stdin in one")
+    return _path(text)
 
 
 def _overrides(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ pieces are those of the whole text.
 from __future__ import annotations
 
 import codecs
-import errno
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._io import atomic_write
+from .._io import atomic_write, why_unwritten
 from . import tokenizer as texts
 
 __all__ = [
@@ -95,8 +94,8 @@ def write_tokens(path: Path, pieces: Iterable[str], tokenizer: Any) -> None:
     try:
         atomic_write(path, (array(code, texts.encode(tokenizer, piece)).tobytes() for piece in pieces))
     except OSError as error:
-        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        raise OSError(f"{path} could not be written: {reason}. Free some space, then start again.") from None
+        reason, remedy = why_unwritten(error)
+        raise OSError(f"{path} could not be written: {reason}. {remedy}, then start again.") from None
 
 
 def map_tokens(path: Path, vocabulary: int) -> Tensor:

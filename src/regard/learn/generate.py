@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["Beam", "beam_search", "bleu", "sample", "text_pieces"]
 
-#: What the decoder writes for bytes that are no character (yet).
+#: The sign that a decoder writes for bytes that are no character (yet).
 INCOMPLETE = "\ufffd"
 #: Tokens before a token that its text may depend on.
 CONTEXT_TOKENS = 32

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from .._options import check_options
 from . import checkpoint, tasks
 from .settings import Settings
 
-__all__ = ["make_folder", "open_settings", "verify"]
+__all__ = ["claimed", "open_settings", "verify"]
 
 
 def open_settings(
@@ -21,13 +23,10 @@ def open_settings(
     A resumed run may be extended: more steps, and another patience.
     """
     check_options(f"learn.{kind}(...)", overrides, [spec.name for spec in dataclasses.fields(settings_type)])
-    started = checkpoint.is_checkpoint(out)
     if not resume:
-        if started:
-            raise ValueError(f"{out} holds a run already: add --resume to continue it, or choose another --out.")
         require_free(out)
         return settings_type(**overrides), tasks.Saved()
-    if not started:
+    if not checkpoint.is_checkpoint(out):
         require_free(out)
         raise ValueError(f"{out} holds no run to resume; leave --resume out to start one.")
     saved_kind, settings, digest = checkpoint.read_settings(out)
@@ -53,13 +52,20 @@ def verify(out: Path, kind: str, settings: Settings, vocabulary: int) -> None:
         raise ValueError(f"the run in {out} ended before its pretrained weights were saved: start another --out.")
     for name, prefix in ((checkpoint.MODEL, ""), (checkpoint.LAST, "weights/")):
         if (path := out / name).exists():
-            tensors, _ = checkpoint.read_tensors(path)
+            tensors, fields = checkpoint.read_tensors(path)
             weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             checkpoint.check_shapes(weights, kind, settings, vocabulary, path)
+            if fields.get("best", "inf") != "inf" and not (out / checkpoint.MODEL).exists():
+                raise ValueError(
+                    f"{out / checkpoint.MODEL} is missing, the best weights of the run so far: put it back, or start "
+                    "another run with another --out."
+                )
 
 
 def require_free(out: Path) -> None:
-    """Refuse a folder in which a run would overwrite files: another program's, or a run without settings."""
+    """Refuse a folder in which a run would overwrite files: those of a run, damaged or not, or another program's."""
+    if checkpoint.is_checkpoint(out):
+        raise ValueError(f"{out} holds a run already: add --resume to continue it, or choose another --out.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, and --out names the folder of a run: choose another --out.")
     if existing := [name for name in checkpoint.FILES if (out / name).exists()]:
@@ -69,9 +75,25 @@ def require_free(out: Path) -> None:
         )
 
 
-def make_folder(out: Path) -> None:
-    """Create the folder of a new run."""
+@contextlib.contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """The folder of a new run, made and locked before anything is written there.
+
+    A run that fails before it saved anything leaves nothing there. After a full disk it stays: it can be resumed.
+    """
+    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"the folder {out} could not be created: {error.strerror}. Choose another --out.") from None
+    with checkpoint.exclusive_lock(out):
+        require_free(out)  # again: another run may have begun there meanwhile
+        try:
+            yield
+        except Exception as error:
+            stays = isinstance(error, OSError) and checkpoint.is_checkpoint(out)
+            if not stays and checkpoint.discard_unsaved(out):
+                for folder in new_folders:
+                    with contextlib.suppress(OSError):  # something else is in it
+                        folder.rmdir()
+            raise

@@ -113,12 +113,15 @@ class LMTask:
         if mapped:  # all of it is read at every validation
             split = max(split, count - corpus.VALIDATION_TOKENS)
         parts = {"training": slice(0, split), "validation": slice(split, count)}
-        for name, part in parts.items():
-            size, least = part.stop - part.start, settings.context + 1 if name == "training" else 2
-            if size < least:
+        needs = {
+            "training": (settings.context + 1, f"--context {settings.context}", "a smaller --context or --validation"),
+            "validation": (2, "that", "a larger --validation"),
+        }
+        for name, (least, asker, remedy) in needs.items():
+            if (size := parts[name].stop - parts[name].start) < least:
                 raise ValueError(
-                    f"{path} has {count} tokens, {size} of them for {name}, and --context {settings.context} "
-                    f"needs {least}: use more text or a smaller --context."
+                    f"{path} has {count} tokens, {size} of them for {name}, and {asker} needs {least}: use more text "
+                    f"or {remedy}."
                 )
         self.train, self.valid = (
             TextWindows(lambda part=part: read()[part], settings.context, settings.batch, settings.seed, device)  # type: ignore[misc]
@@ -202,7 +205,9 @@ class TranslateTask:
         marks: Any = tuple(self.tokenizer.token_to_id(name) for name in names)
         short = _short(self._encoded(train), settings.max_length)
         if not short[0]:
-            raise ValueError(f"no pair has at most --max-length {settings.max_length} tokens on each side.")
+            raise ValueError(
+                f"no pair has at most --max-length {settings.max_length} tokens on each side: use a larger one."
+            )
         self.train = SentencePairs(*short, marks, settings.batch, settings.seed, device)
         self.valid = SentencePairs(*self._encoded(valid), marks, settings.batch, settings.seed, device)
 

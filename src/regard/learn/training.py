@@ -37,6 +37,8 @@ __all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
 WATCH_EVERY = 50
 #: Sequences of the batch that the heads are reported for.
 WATCHED_SEQUENCES = 8
+#: Settings that decide how much memory a step takes.
+PARTS = "--batch, --context or --max-length, or compute the batch in more parts by --accumulate"
 
 
 class Diverged(ArithmeticError):  # noqa: N818  a fact about a run
@@ -175,16 +177,16 @@ def _run(
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(joined(choose_device(settings.device)))
         device = replicas.device
+        if replicas.first:
+            stack.enter_context(checkpoint.exclusive_lock(out) if resume else run_folder.claimed(out))
         if resume:
-            stack.enter_context(checkpoint.exclusive_lock(out) if replicas.first else contextlib.nullcontext())
             run_folder.verify(out, kind, settings, saved.tokenizer.get_vocab_size())
-        else:  # the file of token ids, where something fails before there is a run that it belongs to
-            stack.callback(checkpoint.discard_tokens, out)
         task = tasks.make_task(kind, files, validation, settings, saved, device, out)
         interrupted = stack.enter_context(Interrupted())
         on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(on_gpu))  # the caller's random state must not change
-        training = _build_training(task, out, replicas, progress or TrainingProgress(), interrupted, resume, start)
+        with _fitting("the model", "--dim, --hidden, --layers or vocabulary"):
+            training = _Training(task, out, replicas, progress or TrainingProgress(), interrupted, resume, start)
         replicas.barrier()  # the others have read the folder before the first one writes there
         stack.push(replicas.finish)
         if not replicas.first:
@@ -193,29 +195,21 @@ def _run(
             checkpoint.sweep(out)
             checkpoint.update_settings(out, settings)
         else:
-            run_folder.make_folder(out)
-            stack.enter_context(checkpoint.exclusive_lock(out))
             description = checkpoint.Description(kind, settings, task.digest, task.tokens_digest, start is not None)
             checkpoint.save_settings(out, description, task.tokenizer.to_str())
             if start is not None:
                 training.save_start()
-        try:
-            return training.run()
-        except Diverged:
-            if training.saved < 0 and not resume:  # nothing to resume from: free the folder for another attempt
-                for name in (checkpoint.SETTINGS, checkpoint.TOKENIZER):
-                    (out / name).unlink(missing_ok=True)
-            raise
+        return training.run()
 
 
-def _build_training(task: tasks.Task, out: Path, *more: Any) -> _Training:
+@contextlib.contextmanager
+def _fitting(what: str, smaller: str) -> Iterator[None]:
+    """Say what does not fit into memory, and what makes it smaller."""
     try:
-        return _Training(task, out, *more)
+        yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
-            raise MemoryError(
-                "the model does not fit into memory: use a smaller --dim, --hidden, --layers or vocabulary."
-            ) from None
+            raise MemoryError(f"{what} does not fit into memory: use a smaller {smaller}.") from None
         raise
 
 
@@ -274,7 +268,7 @@ class _Training:
         began = time.perf_counter()
         self.progress.begin(self.step, self.settings.steps)
         try:
-            with self.graphs.on_stream() if self.graphs else contextlib.nullcontext():
+            with self.graphs.on_stream() if self.graphs else contextlib.nullcontext(), _fitting("a step", PARTS):
                 self._steps()
         finally:
             self.progress.close()
@@ -289,7 +283,7 @@ class _Training:
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         timed_from, trained = time.perf_counter(), 0
         while self.step < self.settings.steps and not self._stops_early():
-            watching = self.step % WATCH_EVERY == 0
+            watching = self.step % WATCH_EVERY == 0 or not self.history
             batch = self.task.batch(self.step)
             loss, norm, heads = self._step(batch, watching)
             trained += self.task.tokens(batch)

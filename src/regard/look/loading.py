@@ -419,7 +419,7 @@ def _one_line_errors(name: str | Path | None) -> Iterator[None]:
             f"no model {label!r}: no such folder is here, the cache has none of that name, and none came from the "
             f"Hugging Face hub ({why})."
         ) from error
-    except (ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # of damaged files: safetensors and tokenizers have types of their own
         if name is None:
             raise
         raise ValueError(f"the model {label!r} could not be opened: {_first_line(error)}") from error

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .._io import atomic_write
-
 __all__ = ["REPORT", "run_numbers", "write_report"]
 
 #: Name of the page in the folder of a run.
@@ -28,6 +26,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
 
     Raises:
         ValueError: The folder holds no run, or damaged files.
+        OSError: The page cannot be written.
 
     Example:
         >>> import pathlib, tempfile
@@ -55,7 +54,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     ]
     samples = _samples(trained, rows)
     page = html(pack_history(run_numbers(rows), f"Training of {run.name}", notes, samples, read_patterns(run)))
-    atomic_write(run / REPORT, [page.encode()])
+    checkpoint.write(run / REPORT, page.encode())
     return run / REPORT
 
 

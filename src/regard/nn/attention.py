@@ -457,6 +457,10 @@ def _check_input(x: Any, dim: int, name: str) -> None:
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != dim:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be (..., length, {dim}); got {got}.")
+    if not x.is_floating_point():
+        raise TypeError(
+            f"{name} must be vectors of floats; got {x.dtype}. Ids of tokens go through nn.Embedding first."
+        )
 
 
 def _fill(cache: Cache | None, k: Tensor, v: Tensor, memory: Tensor | None) -> None:

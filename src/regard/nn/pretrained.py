@@ -5,8 +5,9 @@ Two families, no zoo: any other model is looked into as it is, by `regard.record
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ GPT2_OPTIONS = {
 def from_pretrained(model_or_folder: nn.Module | str | os.PathLike[str]) -> TextEncoder | LanguageModel:
     """A BERT, RoBERTa or GPT-2 model of transformers as a model of `regard.nn`, with equal outputs in eval mode.
 
-    A BERT-like model (MiniLM is one) becomes a `TextEncoder`, whose output is the last hidden state; poolers and heads
-    above it are left out. Padding stands on the right and is hidden by ``mask=regard.padding(lengths)``. A GPT-2
-    becomes a `LanguageModel`, whose output is the logits. Weights are copied.
+    A BERT-like model (MiniLM is one, and XLM-R and CamemBERT are RoBERTas) becomes a `TextEncoder`, whose output is the
+    last hidden state; poolers and heads above it are left out. Padding stands on the right and is hidden by
+    ``mask=regard.padding(lengths)``. A GPT-2 becomes a `LanguageModel`, whose output is the logits. Weights are copied.
 
     Args:
         model_or_folder: A model of transformers, or a folder that its ``save_pretrained`` wrote (safetensors).
@@ -48,7 +49,7 @@ def from_pretrained(model_or_folder: nn.Module | str | os.PathLike[str]) -> Text
         The model, on the device, in the type and in the mode of the original; from a folder, in eval mode.
 
     Raises:
-        ValueError: The model is of another family, or has an option that `regard.nn` lacks.
+        ValueError: The model is of another family, has an option that `regard.nn` lacks, or its folder is damaged.
         TypeError: The argument is neither a model nor a folder.
 
     Example:
@@ -104,9 +105,36 @@ def _opened(folder: str | os.PathLike[str]) -> nn.Module:
         from transformers import AutoConfig, AutoModel
     except ImportError as error:
         raise ImportError('from_pretrained(folder) needs transformers: pip install "regard[record]".') from error
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with _damage_named(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _converter(config, str(folder))  # before the weights are read
-    return AutoModel.from_pretrained(folder, config=config, local_files_only=True, use_safetensors=True).eval()
+    with _damage_named(folder):
+        model, report = AutoModel.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    # transformers fills them with random numbers; a pooler is left out here.
+    if missing := sorted(name for name in report["missing_keys"] if not name.startswith("pooler.")):
+        raise ValueError(
+            f"the weights in {os.fspath(folder)!r} are not all of this model: {', '.join(missing[:3])} must be there, "
+            f"of {len(missing)} that are missing. Save it again by save_pretrained."
+        )
+    opened: nn.Module = model.eval()
+    return opened
+
+
+@contextlib.contextmanager
+def _damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Say in one line that a folder is damaged, and what its libraries say of it."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # the libraries raise types of their own
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"the model in {os.fspath(folder)!r} could not be opened: {why}. If its files are damaged, save it again "
+            "by save_pretrained."
+        ) from error
 
 
 def _text_encoder(theirs: Any) -> TextEncoder:
@@ -200,5 +228,7 @@ def _activation(name: Any) -> ActivationName:
 CONVERTERS: dict[str, tuple[Callable[[Any], TextEncoder | LanguageModel], dict[str, Any]]] = {
     "bert": (_text_encoder, BERT_OPTIONS),
     "roberta": (_text_encoder, BERT_OPTIONS),
+    "xlm-roberta": (_text_encoder, BERT_OPTIONS),  # RoBERTa of many languages
+    "camembert": (_text_encoder, BERT_OPTIONS),  # and of French
     "gpt2": (_language_model, GPT2_OPTIONS),
 }
