@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.distributed.handshake import describe
+from regard.distributed.checksums import describe
 
 q, v = torch.randn(2, 4, 5, 8), torch.randn(5, 3)
 W = regard.weights(q, mask=regard.causal())

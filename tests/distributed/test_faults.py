@@ -6,12 +6,13 @@ import functools
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import regard
-from regard.distributed.handshake import describe
+from regard.distributed.checksums import describe
 from support import rank_faults
 from support.rank_faults import CULPRIT, TIMEOUT, WORLD
 
@@ -101,9 +102,48 @@ def test_ranks_that_disagree_are_told_before_anything_is_exchanged(ranks, differ
     assert text in errors[0], errors
 
 
+class Buffered(torch.nn.Module):
+    """A similarity with a number that is no parameter."""
+
+    def __init__(self, n: float) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.tensor(n))
+
+    def forward(self, q, k):
+        return q @ k.mT * self.n
+
+
 def scaled(factor: float, shift: int = 0):
     """A function of positions that reads numbers from around it."""
     return lambda i, j, n=shift: factor * (i - j) < n
+
+
+class Reach:
+    """A mask's rule as an object: in an attribute, in a method, and called itself."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.origin = n, object()
+
+    def __call__(self, i, j):
+        return i - j < self.n
+
+    def mask(self, i, j):
+        return i - j < self.n
+
+
+def reading(value):
+    """A function that reads a number of an object from around it, by its attribute `n`."""
+    return lambda i, j: i - j < value.n
+
+
+def indexing(value):
+    """A function that reads a value from around it."""
+    return lambda i, j: i - j < value[0]
+
+
+def calling(helper):
+    """A function that calls another one from around it."""
+    return lambda i, j: i - j < helper(j)
 
 
 #: Pairs that differ in one bit, one captured number, one method or one constant inside.
@@ -116,6 +156,17 @@ DIFFERENT = {
     "a method": (lambda s, i, j: s.relu(), lambda s, i, j: s.exp()),
     "a constant inside": (lambda q, k: [(lambda x: x + 1)(x) for x in q], lambda q, k: [(lambda x: x + 2)(x) for x in q]),
     "a partial": (functools.partial(torch.add, alpha=1), functools.partial(torch.add, alpha=2)),
+    "a partial of a function": (functools.partial(scaled, 1), functools.partial(calling, 1)),
+    "an array": (indexing(np.arange(3)), indexing(np.arange(1, 4))),
+    "a dtype": (indexing([torch.float32]), indexing([torch.float64])),
+    "a set": (indexing({"a", "b", 3}), indexing({"a", "b", 4})),
+    "an attribute": (reading(Reach(1)), reading(Reach(2))),
+    "an attribute of a class": (reading(type("Reach", (), {"n": 1})), reading(type("Reach", (), {"n": 2}))),
+    "an object's method": (Reach(1).mask, Reach(2).mask),
+    "an object that is called": (Reach(1), Reach(2)),
+    "a helper": (calling(lambda j: j + 1), calling(lambda j: j + 2)),
+    "a helper's object": (calling(Reach(1).mask), calling(Reach(2).mask)),
+    "a module's buffer": (Buffered(1.0), Buffered(2.0)),
 }  # fmt: skip
 
 
@@ -129,6 +180,19 @@ def test_checksums_tell_tensors_and_functions_apart(what) -> None:
 
 def test_checksums_of_equal_functions_are_equal() -> None:
     assert describe(scaled(1.0, 2)) == describe(scaled(1.0, 2))
+    assert describe(Reach(1).mask) == describe(Reach(1).mask), "an attribute that the code does not read counts"
+    assert describe(indexing({"a", "b"})) == describe(indexing({"b", "a"}))
+    assert describe(calling(calling)) == describe(calling(calling))
+
+
+def test_functions_that_refer_to_themselves_have_a_checksum() -> None:
+    def again(i, j):
+        return j <= i if isinstance(i, int) else again(int(i), j)
+
+    box = Reach(1)
+    box.n = [box, again, {"itself": box}]
+    assert describe(again) == describe(again)
+    assert describe(reading(box)) == describe(reading(box))
 
 
 def test_groups_are_served_whose_backends_are_named_by_device(ranks) -> None:

@@ -61,3 +61,28 @@ def test_a_backward_pass_that_one_rank_cannot_make_is_told_to_all(ranks, what, t
 @pytest.mark.parametrize("what", ["one learns", "one asks"])
 def test_a_parameter_gets_its_gradient_where_one_rank_wants_it(ranks, what) -> None:
     assert ranks.run(3, "support.rank_methods.backward", what) == ["equal"] * 3
+
+
+@pytest.mark.parametrize("what", ["keys of one rank", "a result of one rank", "the mask"])
+def test_numbers_that_are_changed_in_place_are_computed_again_on_all_ranks(ranks, what) -> None:
+    for pairs in ranks.run(3, "support.rank_methods.changed_in_place", what):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want)
+
+
+def test_an_activation_checkpoint_computes_again_over_ranks(ranks) -> None:
+    for pairs in ranks.run(2, "support.rank_methods.checkpointed"):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_compiled_code_calls_a_matrix_over_ranks_between_its_graphs(ranks) -> None:
+    for pairs in ranks.run(2, "support.rank_methods.compiled"):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_transforms_that_cannot_follow_an_exchange_are_refused_on_all_ranks(ranks) -> None:
+    errors = ranks.run(2, "support.rank_methods.transformed")
+    assert len(set(errors)) == 1, errors
+    assert "torch.func cannot follow an exchange between ranks" in errors[0]

@@ -112,7 +112,7 @@ def test_a_matrix_over_ranks_has_the_methods_of_any_other(ranks) -> None:
         assert "without values" in seen["explained"]
         assert seen["word"]
         assert seen["head"]
-        assert seen["cached"], "a cached result needs no message"
+        assert 0 < seen["cached"] < 1500, "a cached result needs texts alone, and no keys"
         assert seen["double"] == torch.float64
         assert not seen["detached"]
         assert seen["copied"]

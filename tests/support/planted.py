@@ -220,7 +220,7 @@ BUGS = [
     Bug("the gradient of received lacks its row term", "core/autograd.py", "delta = delta + (left * mixed).sum(-1)", "delta = delta + 0", ("gradients",)),
     Bug("the gradient of the mean distance lacks its row term", "core/autograd.py", 'delta = delta + d_distance * results["mean_distance"]', "delta = delta + 0", ("gradients",)),
     # core/result_cache.py and core/indexing.py.
-    Bug("cache: a change of a factor is not noticed", "core/result_cache.py", "or self._versions != _versions(factors):", "or False:", ("result cache",)),
+    Bug("cache: a change of a factor is not noticed", "core/result_cache.py", "or self._versions != versions_of(factors):", "or False:", ("result cache",)),
     Bug("cache: a result changed in place is returned", "core/result_cache.py", "if result is not None and result._version == version:", "if result is not None:", ("result cache",)),
     Bug("cache: a tensor of inference mode is put there", "core/result_cache.py", "is not None and not result.is_inference():", "is not None:", ("result cache",)),
     Bug("remembered: every pass counts as the first", "core/autograd.py", 'if remember and "norm" not in cached:', "if remember:", ("remembered",)),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import regard
-from regard.distributed import RankError
+from regard.distributed import RankError, Shards
 from support.judge import library_answers_at_once
 
 MESHES: dict[Any, Any] = {}
@@ -114,6 +114,9 @@ def refused(group: Any, rank: int, world: int, what: str) -> tuple[str, str]:
             cells = torch.ones(5, 5, dtype=torch.bool)
             mask = distribute_tensor(cells, mesh, [Replicate()])
             regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(2)]), mask=mask)
+        elif what == "positions of their own":
+            q = distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(2)])
+            regard.weights(q, mesh=Shards(mesh, rows=[range(5)] if rank == 1 else None))
         elif what == "heads together":
             regard.kv.h2o(regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(1)])))
         elif what == "rows of a sharded sequence":

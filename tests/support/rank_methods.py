@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard.core.array_protocol import Scores
@@ -208,7 +211,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "blocks' means": (lambda W: W.pool_blocks(2, 2), lambda W: W.pool_blocks(2, 2, by="mean"), "the same arguments in"),
     "tokens of patterns": (
         lambda W: regard.patterns.classify(W, tokens=[0, 1] * 6),
-        lambda W: regard.patterns.classify(W, tokens=[0, 2, 1] * 4), "the same arguments in a question for gather",
+        lambda W: regard.patterns.classify(W, tokens=[0, 2, 1] * 4), "the same arguments in this request",
     ),
     "too few tokens": (
         lambda W: regard.patterns.classify(W), lambda W: regard.patterns.classify(W, tokens=[0]), "needs a token at"
@@ -251,7 +254,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "an oracle": (lambda W: regard.kv.oracle(W), lambda W: regard.kv.oracle(W, by="min"), "must be 'sum' or 'max'"),
     "another call": (
         lambda W: W.offset_mass(1), lambda W: W.entropy(),
-        "all ranks must make the same calls in the same order; rank 1 of 3 is at this request and rank 0 at a question for",
+        "all ranks must have the same results in this request; rank 1 of 3 has ['entropy'] and rank 0 ['norm']",
     ),
 }  # fmt: skip
 
@@ -268,6 +271,78 @@ def error_of_wrong_call(group: Any, rank: int, world: int, what: str) -> str:
         text = str(error)
     assert regard.weights(torch.randn(3, 2), mesh=Shards(group, timeout=20)).lse().shape == (3,)
     return text
+
+
+def changed_in_place(group: Any, rank: int, world: int, what: str) -> list[tuple[Tensor, Tensor]]:
+    """Answers of this rank and of one process, before and after numbers are changed in place, by one rank or by all."""
+    x, length = torch.randn(2, 1, 4 * world, 5), 4 * world
+    here, lengths = slice(4 * rank, 4 * rank + 4), torch.tensor([2, 3] if what == "the mask" else [length - 2, length])
+    own = x[..., here, :].clone()
+    W = regard.weights(own, mask=regard.padding(lengths), mesh=Shards(group, timeout=20))
+    alone = regard.weights(x, mask=regard.padding(lengths))
+    pairs = []
+    for _ in range(2):
+        entropy, received = W.entropy(), W.received()
+        pairs += [(entropy, alone.entropy()[..., here]), (received.clone(), alone.received()[..., here])]
+        if what == "keys of one rank":
+            x[..., 4:8, :].mul_(2)
+            if rank == 1:
+                own.mul_(2)
+        elif what == "a result of one rank":
+            if rank == 1:
+                received.zero_()
+        else:
+            lengths.copy_(torch.tensor([length, length - 1]))
+    return [*pairs, (W.entropy(), alone.entropy()[..., here]), (W.received(), alone.received()[..., here])]
+
+
+def compiled(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Outputs and gradients of compiled code around a matrix over ranks, beside those of one process."""
+    x = torch.randn(2, 4, 4 * world, 5, dtype=torch.float64)
+    full, here = x.clone().requires_grad_(), slice(4 * rank, 4 * rank + 4)
+    own = x[:, :, here].clone().requires_grad_()
+    shared = distribute_tensor(x, dist.DeviceMesh.from_group(group, "cpu"), [Shard(2)]).requires_grad_()
+
+    @torch.compile(backend="eager")
+    def block(x: Tensor, **options: Any) -> Tensor:
+        W = regard.weights(x * 2, mask=regard.causal(), **options)
+        return (W @ x.sin() + W.kl(W.detach())[..., None]).square()
+
+    block(full).sum().backward()
+    y, z = block(own, mesh=Shards(group, timeout=60)), block(shared)
+    y.sum().backward()
+    z.full_tensor().sum().backward()
+    want = block(full).detach()
+    return [(y.detach(), want[:, :, here]), (own.grad, full.grad[:, :, here]), (z.full_tensor().detach(), want),
+            (shared.grad.full_tensor(), full.grad)]  # fmt: skip
+
+
+def transformed(group: Any, rank: int, world: int) -> str:
+    """What is said where vmap maps a matrix over ranks."""
+    try:
+        torch.vmap(lambda x: regard.weights(x, mesh=Shards(group, timeout=20)).entropy())(torch.randn(2, 3, 5))
+        return "no error"
+    except RankError as error:
+        return str(error)
+
+
+def checkpointed(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Gradients through an activation checkpoint, over ranks and of one process."""
+    x = torch.randn(2, 4 * world, 5, dtype=torch.float64)
+    full, own = x.clone().requires_grad_(), x[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
+
+    def block(x: Tensor, **options: Any) -> Tensor:
+        W = regard.weights(x, mask=regard.causal(), **options)
+        return W @ x.sin() + (W.entropy() + W.offset_mass(1))[..., None]
+
+    def loss(x: Tensor, **options: Any) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(block, x, use_reentrant=False, **options)
+        return x.square().sum()
+
+    loss(full).backward()
+    loss(own, mesh=Shards(group, timeout=20)).backward()
+    return [(own.grad, full.grad[:, 4 * rank : 4 * rank + 4])]
 
 
 def backward(group: Any, rank: int, world: int, what: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import engines
 from .block import MatrixBlock
@@ -19,7 +20,7 @@ from .masks.kinds import Mask, as_mask
 from .problem import Factors
 from .scores.kinds import Score, as_score
 from .tensor_kinds import is_plain, readable, refuse_jit_trace, refuse_meta
-from .torch_state import as_size, in_functorch, in_plain_eager, is_tracing, is_zero_tensor
+from .torch_state import as_size, in_functorch, in_plain_eager, is_tracing, is_zero_tensor, outside_of_graphs
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
@@ -127,6 +128,7 @@ def attend(
     return W.see(values=v).y
 
 
+@outside_of_graphs
 def _over_ranks(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any, mesh: Any) -> Weights:
     """The matrix of a sequence that is split over ranks."""
     distributed = import_module("regard.distributed")  # by name: it is above this module
@@ -136,7 +138,7 @@ def _over_ranks(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any, 
 
 def _is_dtensor(x: Any) -> bool:
     """Whether x is a DTensor. Its module is not imported for that: code that makes one has imported it."""
-    if type(x) is Tensor or is_tracing():
+    if type(x) in (Tensor, Parameter):
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

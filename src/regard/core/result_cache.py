@@ -14,7 +14,7 @@ from torch import Tensor
 from .stats import OPTIONAL_OUTPUTS, Request, Results
 from .torch_state import host_sync_forbidden, is_tracing
 
-__all__ = ["ResultCache", "check_fits", "format_bytes"]
+__all__ = ["ResultCache", "check_fits", "format_bytes", "versions_of"]
 
 
 #: Results whose name is their key; most are such.
@@ -42,7 +42,7 @@ class ResultCache:
 
     def get(self, factors: list[Tensor], request: Request) -> Results:
         """The requested results that are cached and still valid, and the norm: with it, columns need one pass only."""
-        if not self._results or is_tracing() or self._versions != _versions(factors):
+        if not self._results or is_tracing() or self._versions != versions_of(factors):
             return {}
         valid = {}
         for name in ("norm", *request.names, *OPTIONAL_OUTPUTS):
@@ -55,7 +55,7 @@ class ResultCache:
 
     def put(self, factors: list[Tensor], request: Request, results: Results) -> None:
         """Cache detached results: with gradients each call is a new autograd node over the same numbers."""
-        if is_tracing() or (versions := _versions(factors)) is None:
+        if is_tracing() or (versions := versions_of(factors)) is None:
             return
         if versions != self._versions:
             self._results, self._versions = {}, versions
@@ -77,7 +77,7 @@ def _key(name: str, request: Request) -> Any:
     return name
 
 
-def _versions(tensors: list[Tensor]) -> tuple[int, ...] | None:
+def versions_of(tensors: list[Tensor]) -> tuple[int, ...] | None:
     """How often each tensor was changed in place; None where that is not counted: for inference tensors, and in a CUDA
     graph, whose replays change numbers at the same addresses."""
     if host_sync_forbidden(tensors[0].device):

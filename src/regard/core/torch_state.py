@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +25,15 @@ __all__ = [
     "in_plain_eager",
     "is_tracing",
     "is_zero_tensor",
+    "outside_of_graphs",
     "replay_state",
     "without_autocast",
 ]
 
 log = logging.getLogger("regard")
+
+P = ParamSpec("P")
+X = TypeVar("X")
 
 # Private names of PyTorch, each with a fallback: a release that renames one must not break `import regard`. Read here
 # and not in a cached function, which torch.compile cannot trace.
@@ -68,6 +74,18 @@ def is_tracing() -> bool:
     if torch.compiler.is_compiling():
         return True
     return _get_mode is not None and (_get_mode(_PROXY) is not None or _get_mode(_FAKE) is not None)
+
+
+def outside_of_graphs(function: Callable[P, X]) -> Callable[P, X]:
+    """The function, which torch.compile calls between two graphs and does not trace."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> X:
+        if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return called
 
 
 def in_functorch() -> bool:

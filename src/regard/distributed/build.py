@@ -14,8 +14,9 @@ from ..core.api import check_tensors, normalize_inputs
 from ..core.problem import Factors
 from ..core.pytree import replace_fields
 from ..core.types import EngineName
+from .checksums import describe
 from .exchange import GATHERED_BYTES, Plan
-from .handshake import agree, describe
+from .handshake import agree, refuse_graphs
 from .sharded import ShardedWeights, engine_of, nan_error
 from .shards import Shards, Split, contiguous, runs_of
 from .transport import Ranks
@@ -102,6 +103,7 @@ def _record(
     q: Any, k: Any, score: Any, mask: Any, align: Any, engine: EngineName, shards: Shards
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """This rank's description of its inputs, for the others."""
+    refuse_graphs()
     q, k = check_tensors(q=q, k=k)
     engine_of(engine)
     rows = None if shards.rows is None else runs_of(shards.rows, "Shards(rows)")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..core.operators import NotElementwise
 from ..core.shared import Shareable
-from .handshake import describe
+from ..core.torch_state import outside_of_graphs
+from .checksums import describe
 
 __all__ = ["call_of", "shared_methods"]
 
@@ -71,6 +72,7 @@ def shared_methods(*kinds: type) -> None:
 
 
 def _shared(method: Callable[..., X]) -> Callable[..., X]:
+    @outside_of_graphs
     @wraps(method)
     def called(self: Shareable, *args: Any, **kwargs: Any) -> X:
         return self._called(method, (self, *args), kwargs)

@@ -60,7 +60,7 @@ _H200 = Machine(
     "H200, NVLink",
     forward=571e12,
     second_pass=481e12,
-    backward=440e12,
+    backward=465e12,
     memory=139 * 2.0**30,
     bandwidth=360e9,
     latency=10e-6,

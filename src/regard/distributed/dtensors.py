@@ -353,6 +353,7 @@ def dtensor_weights(
 
     def check() -> tuple[Parts, list[Tensor]]:
         _need_alike(q, k, roles)
+        _check_options(options)
         return _parts(q, k, roles), check_tensors(q=q.to_local(), k=k.to_local())
 
     if "sequence" in roles:  # a rank that raises alone would be waited for
@@ -376,6 +377,15 @@ def dtensor_weights(
         local_q, local_k, score=score, mask=mask, align=align, engine=engine, mesh=shards, parts=parts
     )
     return DTensorWeights(local, layout)
+
+
+def _check_options(options: Shards) -> None:
+    """Raise ValueError where options say what DTensors say themselves."""
+    if options.rows is not None or options.keys is not None:
+        raise ValueError(
+            "DTensors say which positions a rank has; got Shards(rows=) or Shards(keys=) as well. Leave them out, or "
+            "pass q.to_local() with them."
+        )
 
 
 def _need_alike(q: DTensor, k: Any, roles: tuple[int | str | None, ...]) -> None:

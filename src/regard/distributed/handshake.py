@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dis
-import functools
 import json
-import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..core.tensor_kinds import readable
-from .transport import RankError, Ranks
+from ..core.torch_state import in_functorch, is_tracing
+from .transport import RankError, Ranks, ends_recomputation
 
-__all__ = ["agree", "backward_call", "checked_together", "describe", "needed_by_any", "saved_tensors"]
+__all__ = ["agree", "backward_call", "checked_together", "needed_by_any", "refuse_graphs", "saved_tensors"]
 
 X = TypeVar("X")
 
@@ -56,7 +53,7 @@ def checked_together(ranks: Ranks, what: str, check: Callable[[], X], call: str 
         except RankError:
             raise
         except Exception as error:
-            if outermost:
+            if outermost and not ends_recomputation(error):
                 with ranks.together(what, cause=error):
                     records = _records(ranks, what, {}, error)
                     if any(record != records[0] for record in records):
@@ -117,6 +114,14 @@ def saved_tensors(ranks: Ranks, ctx: Any) -> list[Tensor]:
     return checked_together(ranks, ctx.call, saved)
 
 
+def refuse_graphs() -> None:
+    """Raise NotImplementedError where results become part of a graph, which has no exchange."""
+    if is_tracing() or in_functorch():
+        raise NotImplementedError(
+            "torch.export, make_fx and torch.func cannot follow an exchange between ranks; call regard outside of them."
+        )
+
+
 def needed_by_any(records: list[dict[str, Any]]) -> list[bool]:
     """Which tensors get a gradient: of shared parameters those that any rank asks for, since all add up theirs."""
     return [any(of_ranks) for of_ranks in zip(*(record["_needs"] for record in records), strict=True)]
@@ -124,76 +129,3 @@ def needed_by_any(records: list[dict[str, Any]]) -> list[bool]:
 
 def _shared(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name[0] != "_"}
-
-
-def describe(node: Any) -> str:
-    """A text that tells two masks or scores apart, their tensors and functions included."""
-    if isinstance(node, Tensor):
-        node = readable(node, "a tensor of score or mask")
-        return f"{str(node.dtype).removeprefix('torch.')}{list(node.shape)} with checksum {_checksum(node):016x}"
-    if isinstance(node, (tuple, list)):
-        return f"({', '.join(map(describe, node))})"
-    if hasattr(node, "parts"):
-        inside = ", ".join(describe(getattr(node, name)) for name in node.parts)
-        return f"{type(node).__name__.lower()}({inside})"
-    if callable(node):
-        return f"{getattr(node, '__qualname__', type(node).__name__)} with checksum {_checksum_of_code(node):08x}"
-    return repr(node)
-
-
-def _checksum(t: Tensor) -> int:
-    """A number that depends on every byte of a tensor and on its place."""
-    flat = t.detach().contiguous().view(-1).view(torch.uint8).cpu()
-    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device="cpu")
-    # Products wrap around; neither an odd factor nor a word's own upper bits, moved down without its sign, lose a bit.
-    mixed = (words ^ ((words >> 29) & (2**35 - 1))) * (place * 2654435761 * 2 + 1)
-    return int(mixed.sum()) & (2**64 - 1)
-
-
-def _checksum_of_code(function: Any) -> int:
-    """Of what a Python function does: its code, and the numbers and tensors that it takes from around it."""
-    if isinstance(function, functools.partial):
-        return zlib.crc32(_plain_values([function.args, function.keywords]), _checksum_of_code(function.func))
-    function = getattr(function, "__func__", function)
-    if (code := getattr(function, "__code__", None)) is None:
-        return 0
-    captured = [_content(cell) for cell in function.__closure__ or ()]
-    named = [function.__globals__.get(name) for name in _global_names(code)]
-    defaults = [function.__defaults__, function.__kwdefaults__]
-    return zlib.crc32(_plain_values([captured, named, defaults]), _checksum_of_bytecode(code))
-
-
-def _checksum_of_bytecode(code: Any) -> int:
-    checksum = zlib.crc32(repr((code.co_names, code.co_freevars)).encode(), zlib.crc32(code.co_code))
-    for constant in code.co_consts:
-        inner = hasattr(constant, "co_code")
-        checksum = zlib.crc32(
-            str(_checksum_of_bytecode(constant)).encode() if inner else _plain_values(constant), checksum
-        )
-    return checksum
-
-
-def _global_names(code: Any) -> list[str]:
-    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    inner = [name for constant in code.co_consts if hasattr(constant, "co_code") for name in _global_names(constant)]
-    return sorted({*names, *inner})
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _plain_values(value: Any) -> bytes:
-    """Numbers, texts and tensors of a value; of other objects the type alone."""
-    if isinstance(value, (list, tuple)):
-        return b"[" + b",".join(map(_plain_values, value)) + b"]"
-    if isinstance(value, dict):
-        return _plain_values([item for pair in value.items() for item in pair])
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-        return describe(value).encode()
-    plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes, slice, range))
-    return (repr(value) if plain else type(value).__name__).encode()

@@ -23,18 +23,18 @@ from ..core.rows.strips import Question, add_grads, add_strips, unowned
 from ..core.scores.kinds import upcast
 from ..core.stats import Request
 from ..core.torch_state import without_autocast
+from .checksums import describe
 from .exchange import Plan, Wants, visit_keys
-from .handshake import agree, backward_call, describe, needed_by_any, saved_tensors
+from .handshake import agree, backward_call, needed_by_any, saved_tensors
 from .pairs import by_piece, cut, hull, visible_span, wants_of
 from .passes import pull_back
+from .shards import Spans
 from .transport import Ranks
 
 if TYPE_CHECKING:
     from .sharded import ShardedWeights
 
 __all__ = ["ShardedRows", "answer", "refuse_complete_rows"]
-
-Spans = list[tuple[range, slice]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

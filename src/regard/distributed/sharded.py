@@ -14,24 +14,26 @@ from ..core.evaluation import SeeKey
 from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
+from ..core.result_cache import versions_of
 from ..core.rows.head_reduction import HeadReduction
 from ..core.rows.relations import row_range
 from ..core.rows.sources import RowSource
 from ..core.rows.stats import DistanceVariance
 from ..core.rows.strips import Question
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
-from ..core.torch_state import in_functorch, is_tracing, without_autocast
+from ..core.torch_state import without_autocast
 from ..core.types import EngineName
 from ..core.weights import Weights
 from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
 from .calls import call_of, shared_methods
+from .checksums import describe
 from .exchange import Plan
-from .handshake import agree, backward_call, checked_together, describe, needed_by_any, saved_tensors
+from .handshake import agree, backward_call, checked_together, needed_by_any, refuse_graphs, saved_tensors
 from .pairs import by_piece, hidden_from_all, wants_of
 from .passes import Job, compute, vjp
 from .questions import ShardedRows, answer, refuse_complete_rows
-from .shards import Split
+from .shards import Split, chosen_rows, positions_of, row_blocks, shifted
 from .transport import Ranks
 
 __all__ = ["ShardedWeights", "engine_of", "nan_error"]
@@ -70,7 +72,7 @@ class ShardedWeights(Weights):
     ) -> None:
         self._plan = plan
         self._selected = selected  # batch and heads: ranks that ask different ones would mix their keys
-        self._wants: list[tuple[int, int]] | None = None
+        self._wants: tuple[Any, list[tuple[int, int]]] | None = None  # versions of the tensors, and the keys
         super().__init__(factors, engine, one_head=one_head, tokens=tokens)
 
     @property
@@ -130,11 +132,11 @@ class ShardedWeights(Weights):
 
     @property
     def _rows_here(self) -> Tensor:
-        return _positions(self._plan.rows.spans(self._plan.ranks.rank), self.device)
+        return positions_of(self._plan.rows.spans(self._plan.ranks.rank), self.device)
 
     @property
     def _keys_here(self) -> Tensor:
-        return _positions(self._plan.keys.spans(self._plan.ranks.rank), self.device)
+        return positions_of(self._plan.keys.spans(self._plan.ranks.rank), self.device)
 
     def _distance_variance(self) -> DistanceVariance:
         mean = self.mean_distance().reshape(self._factors.batch.numel(), self._factors.heads, -1)
@@ -149,7 +151,7 @@ class ShardedWeights(Weights):
         plan, rank = self._plan, self._plan.ranks.rank
         at = [n for run, place in plan.rows.spans(rank) for n in range(place.start, place.stop)
               if start <= run.start + n - place.start < stop]  # fmt: skip
-        runs = [[inside for run in own if (inside := _shifted(run, start, stop))] for own in plan.rows.runs]
+        runs = [[inside for run in own if (inside := shifted(run, start, stop))] for own in plan.rows.runs]
         factors, chosen, keys = self._factors, slice(start, stop), slice(0, self._sizes[1])
         q = factors.q.index_select(-2, torch.tensor(at, dtype=torch.int64, device=self.device))
         return self._with(
@@ -196,17 +198,16 @@ class ShardedWeights(Weights):
         self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, question: SeeKey | None = None
     ) -> Results:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
-        if not requires_grad and all(name in cached for name in request.names):
-            return cached
         if requires_grad and "max_score" in request.names:
             # The gradient of a maximum is that of the score at its place.
             request = replace_fields(request, names=tuple(dict.fromkeys((*request.names, "argmax"))))
         at_once = ROWS_GPU if factors.q.device.type == "cuda" else ROWS
-        spans = _row_blocks(self._plan.rows.spans(self._plan.ranks.rank), at_once)
+        spans = row_blocks(self._plan.rows.spans(self._plan.ranks.rank), at_once)
         folded = factors.folded()
-        if self._wants is None:
-            self._wants = wants_of(self._plan, folded, spans)
-        results = self._run(folded, request, spans, self._wants, cached, requires_grad)
+        versions = versions_of(self._leaves)
+        if self._wants is None or versions is None or self._wants[0] != versions:
+            self._wants = versions, wants_of(self._plan, folded, spans)
+        results = self._run(folded, request, spans, self._wants[1], cached, requires_grad)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
@@ -221,11 +222,7 @@ class ShardedWeights(Weights):
         requires_grad: bool,
         indexed: str = "",
     ) -> Results:
-        if is_tracing() or in_functorch():
-            raise NotImplementedError(
-                "torch.compile, torch.export and torch.func cannot follow an exchange between ranks; "
-                "call regard outside of them."
-            )
+        refuse_graphs()
         plan, what = self._plan, _call_name(request)
         with plan.ranks.together(what):
             record = {
@@ -234,11 +231,15 @@ class ShardedWeights(Weights):
                 "batch and heads": self._selected,
                 **_described(request),
                 "indexed rows": indexed,
-                "cached results": sorted(cached),
                 "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
                 "_wants": wants,
+                "_cached": list(cached),
             }
             records = agree(plan.ranks, REQUEST, record, nan_error(plan, factors, v=request.v, u=request.u))
+            # A rank that changed a tensor or a result in place has lost what others still have: all compute it again.
+            cached = {n: x for n, x in cached.items() if all(n in record["_cached"] for record in records)}
+            if not requires_grad and all(name in cached for name in request.names):
+                return cached
             of_ranks = [by_piece(plan, record["_wants"]) for record in records]
             job = Job(plan, of_ranks, spans, engine_of(self._engine), factors, request)
             if not requires_grad:
@@ -268,7 +269,7 @@ class ShardedWeights(Weights):
     ) -> Tensor:
         """A function of the scores at these rows and columns and of the rows' norm, on every rank; `what` it gives."""
         self._checked(lambda: self._check_fits(rows, cols))
-        place, at, spans = _chosen_rows(self._plan, rows)
+        place, at, spans = chosen_rows(self._plan.rows.spans(self._plan.ranks.rank), rows)
         index = torch.tensor(at, dtype=torch.int64, device=self.device)
         factors = self._factors.folded()
         chosen = replace_fields(factors, q=factors.q.index_select(2, index))
@@ -338,44 +339,6 @@ class _ShardedScores(Scores):
 
 
 shared_methods(ShardedWeights, _ShardedHeads, _ShardedScores)
-
-
-def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[int], list[tuple[range, slice]]]:
-    """Of the chosen rows those of this rank: their places in `rows`, their places in q, and spans over the latter."""
-    place, index, positions = [], [], []
-    own = plan.rows.spans(plan.ranks.rank)
-    for n, row in enumerate(rows):
-        for run, at in own:
-            if row in run:
-                place.append(n)
-                index.append(at.start + row - run.start)
-                positions.append(row)
-    spans: list[tuple[range, slice]] = []
-    for n, position in enumerate(positions):
-        if spans and spans[-1][0].stop == position:
-            run, at = spans[-1]
-            spans[-1] = range(run.start, position + 1), slice(at.start, n + 1)
-        else:
-            spans.append((range(position, position + 1), slice(n, n + 1)))
-    return place, index, spans
-
-
-def _positions(spans: list[tuple[range, slice]], device: torch.device) -> Tensor:
-    return torch.tensor([n for run, _ in spans for n in run], dtype=torch.int64, device=device)
-
-
-def _shifted(run: range, start: int, stop: int) -> range:
-    """The part of a run between two positions, counted from the first of them."""
-    return range(max(run.start, start) - start, max(min(run.stop, stop) - start, max(run.start, start) - start))
-
-
-def _row_blocks(spans: list[tuple[range, slice]], at_once: int) -> list[tuple[range, slice]]:
-    """Spans of at most so many rows."""
-    return [
-        (run[n : n + at_once], slice(at.start + n, min(at.stop, at.start + n + at_once)))
-        for run, at in spans
-        for n in range(0, len(run), at_once)
-    ]
 
 
 class _ShardedNode(torch.autograd.Function):

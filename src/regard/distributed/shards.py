@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from ..core.indexing import as_int
@@ -15,10 +16,26 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Exchange", "Piece", "Shards", "Split", "contiguous", "runs_of", "zigzag"]
+__all__ = [
+    "Exchange",
+    "Piece",
+    "Shards",
+    "Spans",
+    "Split",
+    "chosen_rows",
+    "contiguous",
+    "positions_of",
+    "row_blocks",
+    "runs_of",
+    "shifted",
+    "zigzag",
+]
 
 #: How keys reach the ranks that need them.
 Exchange = Literal["auto", "ring", "gather"]
+
+#: Runs of positions, each with the part of a rank's tensors that has them.
+Spans = list[tuple[range, slice]]
 
 #: Pieces that each rank's keys travel in, and the fewest keys in one: two pieces are held beside the own keys. The
 #: state of all rows is merged after every piece, so short pieces cost more than a late first one.
@@ -146,7 +163,7 @@ class Split:
     def count(self, rank: int) -> int:
         return sum(map(len, self.runs[rank]))
 
-    def spans(self, rank: int) -> list[tuple[range, slice]]:
+    def spans(self, rank: int) -> Spans:
         """Runs of a rank, each with the part of its local tensors."""
         at, spans = 0, []
         for run in self.runs[rank]:
@@ -167,3 +184,41 @@ class Split:
                 ]
             )
         return pieces
+
+
+def chosen_rows(own: Spans, rows: list[int] | range) -> tuple[list[int], list[int], Spans]:
+    """Of the chosen rows those of a rank: their places in `rows`, their places in q, and spans over the latter."""
+    place, index, positions = [], [], []
+    for n, row in enumerate(rows):
+        for run, at in own:
+            if row in run:
+                place.append(n)
+                index.append(at.start + row - run.start)
+                positions.append(row)
+    spans: Spans = []
+    for n, position in enumerate(positions):
+        if spans and spans[-1][0].stop == position:
+            run, at = spans[-1]
+            spans[-1] = range(run.start, position + 1), slice(at.start, n + 1)
+        else:
+            spans.append((range(position, position + 1), slice(n, n + 1)))
+    return place, index, spans
+
+
+def positions_of(spans: Spans, device: torch.device) -> Tensor:
+    """The positions themselves."""
+    return torch.tensor([n for run, _ in spans for n in run], dtype=torch.int64, device=device)
+
+
+def shifted(run: range, start: int, stop: int) -> range:
+    """The part of a run between two positions, counted from the first of them."""
+    return range(max(run.start, start) - start, max(min(run.stop, stop) - start, max(run.start, start) - start))
+
+
+def row_blocks(spans: Spans, at_once: int) -> Spans:
+    """Spans of at most so many rows."""
+    return [
+        (run[n : n + at_once], slice(at.start + n, min(at.stop, at.start + n + at_once)))
+        for run, at in spans
+        for n in range(0, len(run), at_once)
+    ]

@@ -21,9 +21,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
 
-__all__ = ["Message", "Pending", "RankError", "Ranks"]
+__all__ = ["Message", "Pending", "RankError", "Ranks", "ends_recomputation"]
 
 log = logging.getLogger("regard")
 
@@ -252,6 +253,8 @@ class Ranks:
         except RankError:  # every rank has come to it by itself
             raise
         except BaseException as error:
+            if ends_recomputation(error):
+                raise
             diagnosis = self._diagnose(error if cause is None else cause, what)
             self._health.error = diagnosis
             if isinstance(error, Exception):
@@ -333,6 +336,11 @@ class Ranks:
             f"computes longer than the timeout (in {what}). A longer wait: Shards(mesh, timeout=seconds).",
             tuple(ranks),
         )
+
+
+def ends_recomputation(error: BaseException) -> bool:
+    """Whether an activation checkpoint ends its second forward pass, once it has all tensors: that is no failure."""
+    return isinstance(error, getattr(torch.utils.checkpoint, "_StopRecomputationError", ()))
 
 
 @functools.cache
