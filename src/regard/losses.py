@@ -122,7 +122,7 @@ def qk_clip(query: nn.Linear, key: nn.Linear, max_score: Tensor, threshold: floa
 
 
 def _factors_of(largest: Tensor, threshold: float) -> Tensor:
-    """The factors that bring largest scores down to a threshold; 1 where these do not exceed it, or are not a number."""
+    """The factors that bring largest scores down to a threshold; 1 where there is nothing above it, or no number."""
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
 
 
