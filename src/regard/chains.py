@@ -63,7 +63,7 @@ def rollout(
 @called_by_all_ranks
 def rollout_rows(
     layers: Sequence[Weights],
-    rows: Sequence[int],
+    rows: Sequence[int] | Tensor,
     *,
     residual: float = 0.5,
     head_weights: Sequence[Tensor] | None = None,
@@ -167,7 +167,7 @@ def _fit(dy: Tensor, v: Tensor, x: Tensor, sizes: tuple[int, int], heads: tuple[
     return not heads or (min(dy.ndim, v.ndim) > 2 and dy.shape[-3] in (1, heads[0]) and v.shape[-3] in (1, *heads))
 
 
-def _row_numbers(rows: Sequence[int], t: int) -> list[int]:
+def _row_numbers(rows: Sequence[int] | Tensor, t: int) -> list[int]:
     listed = rows.tolist() if isinstance(rows, Tensor) else rows
     numbers = [as_int(row) for row in listed] if isinstance(listed, Iterable) else [None]
     if any(row is None or not -t <= row < t for row in numbers):

@@ -1,5 +1,7 @@
 """Questions to a recording equal the same questions asked of dense matrices."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -168,6 +170,12 @@ def test_numpy_and_pandas(seen):
     assert len(frame) == 9
     row = frame[(frame.layer == 1) & (frame["head"] == 2)].iloc[0]
     assert row.entropy == pytest.approx(seen[1].entropy()[0, 2].mean().item(), abs=1e-6)
+
+
+def test_a_missing_pandas_is_named(seen, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="needs pandas: pip install pandas"):
+        seen.to_pandas()
 
 
 def test_norm_weighted(seen):

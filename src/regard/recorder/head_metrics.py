@@ -125,15 +125,22 @@ class Table(list[Row], Generic[Row]):
         """The rows as a pandas DataFrame.
 
         Returns:
-            A DataFrame with one column a title; needs pandas.
+            A DataFrame with one column a title.
+
+        Raises:
+            ImportError: pandas is not installed.
 
         Example:
             >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).to_pandas()
                layer  head  weight
             0      3     1    0.25
         """
-        import pandas
-
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "to_pandas() needs pandas: pip install pandas. Without it: iterate over the rows."
+            ) from None
         return pandas.DataFrame([tuple(row) for row in self], columns=list(self.columns))
 
     def _repr_html_(self) -> str:

@@ -81,7 +81,7 @@ class Relations(LazyMatrix, RowQuestions):
         self,
         by: Literal["mean", "sum", "max"] = "mean",
         *,
-        heads: Sequence[int] | None = None,
+        heads: Sequence[int] | Tensor | None = None,
         groups: int | Literal["kv"] | None = None,
         weights: Tensor | None = None,
     ) -> HeadReduction:
@@ -131,7 +131,7 @@ def row_range(part: Any, n: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def _head_numbers(heads: Sequence[int], count: int) -> list[int]:
+def _head_numbers(heads: Sequence[int] | Tensor, count: int) -> list[int]:
     listed = heads.tolist() if isinstance(heads, Tensor) else list(heads) if isinstance(heads, Iterable) else []
     numbers = [number for head in listed if (number := as_int(head)) is not None and -count <= number < count]
     if not numbers or len(numbers) < len(listed):
