@@ -105,7 +105,9 @@ class Relations(LazyMatrix, RowQuestions):
         (torch.Size([5]), torch.Size([5, 2]))
         """
         if self._one_head:
-            raise ValueError("reduce_heads() needs a head axis, and this matrix is one head.")
+            raise ValueError(
+                "reduce_heads() needs a head axis, and this matrix is one head: regard.weights(q[None], k[None])."
+            )
         if by not in ("mean", "sum", "max"):
             raise ValueError(f"reduce_heads(by) must be 'mean', 'sum' or 'max'; got {by!r}.")
         if heads is not None:
