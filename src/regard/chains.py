@@ -51,9 +51,10 @@ def rollout(
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     stack = _square(layers, residual)
-    if not isinstance(x, Tensor) or x.ndim < 2:
+    t = len(stack[0]._keys_here)
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-2] != t:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"rollout(x) takes a tensor (..., {stack[0].shape[-1]}, e); got {got}.")
+        raise ValueError(f"rollout(x) takes a tensor (..., {t}, e), a row for each position; got {got}.")
     for layer, share, norms in zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True):
         y = _mean_of_heads(torch.matmul(layer, _scaled(x.unsqueeze(-3), norms)), share)  # type: ignore[arg-type]
         x = residual * x + (1 - residual) * (y if norms is None else _divided(y, _row_sums(layer, share, norms)))
@@ -63,7 +64,7 @@ def rollout(
 @called_by_all_ranks
 def rollout_rows(
     layers: Sequence[Weights],
-    rows: Sequence[int],
+    rows: Sequence[int] | Tensor,
     *,
     residual: float = 0.5,
     head_weights: Sequence[Tensor] | None = None,
@@ -167,7 +168,7 @@ def _fit(dy: Tensor, v: Tensor, x: Tensor, sizes: tuple[int, int], heads: tuple[
     return not heads or (min(dy.ndim, v.ndim) > 2 and dy.shape[-3] in (1, heads[0]) and v.shape[-3] in (1, *heads))
 
 
-def _row_numbers(rows: Sequence[int], t: int) -> list[int]:
+def _row_numbers(rows: Sequence[int] | Tensor, t: int) -> list[int]:
     listed = rows.tolist() if isinstance(rows, Tensor) else rows
     numbers = [as_int(row) for row in listed] if isinstance(listed, Iterable) else [None]
     if any(row is None or not -t <= row < t for row in numbers):

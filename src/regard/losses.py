@@ -99,6 +99,14 @@ def qk_clip(query: nn.Linear, key: nn.Linear, max_score: Tensor, threshold: floa
     tensor([1.0000, 0.5000])
     """
     _need_positive(threshold, "qk_clip(threshold)")
+    for name, layer in (("query", query), ("key", key)):
+        if not isinstance(layer, nn.Linear):
+            raise TypeError(
+                f"qk_clip({name}) takes an nn.Linear, the projection of a layer; got {type(layer).__name__}."
+            )
+    if not isinstance(max_score, Tensor) or max_score.ndim != 1 or not len(max_score):
+        got = tuple(max_score.shape) if isinstance(max_score, Tensor) else type(max_score).__name__
+        raise TypeError(f"qk_clip(max_score) takes a tensor (h,), such as W.max_score().amax((0, 2)); got {got}.")
     heads = len(max_score)
     if query.out_features % heads:
         raise ValueError(
@@ -122,7 +130,7 @@ def qk_clip(query: nn.Linear, key: nn.Linear, max_score: Tensor, threshold: floa
 
 
 def _factors_of(largest: Tensor, threshold: float) -> Tensor:
-    """The factors that bring largest scores down to a threshold; 1 where these are not above it, or no number."""
+    """The factors that bring largest scores down to a threshold; 1 where there is nothing above it, or no number."""
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
 
 

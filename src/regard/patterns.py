@@ -17,7 +17,7 @@ from torch import Tensor
 from .core.pytree import replace_fields
 from .core.rows.stats import induction_targets
 from .core.scores.kinds import Dot
-from .core.shared import called_by_all_ranks
+from .core.shared import Shareable, called_by_all_ranks
 from .core.weights import Weights, need_weights
 
 __all__ = ["HeadPatterns", "classify"]
@@ -91,7 +91,7 @@ def classify(
     """
     if not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
         raise ValueError(f"classify(threshold=) needs a number between 0 and 1; got {threshold!r}.")
-    layers = [weights] if isinstance(weights, Weights) or not isinstance(weights, Iterable) else list(weights)
+    layers = [weights] if isinstance(weights, Shareable) or not isinstance(weights, Iterable) else list(weights)
     for layer in layers:
         need_weights(layer, "classify(weights)")
     if not layers:

@@ -456,7 +456,7 @@ def test_rows_sum_to_what_a_sink_leaves(show: Any) -> None:
 # All heads.
 
 
-@pytest.mark.parametrize("by", ["entropy", "mean_distance", "sink", "previous", "induction"])
+@pytest.mark.parametrize("by", ["entropy", "mean_distance_without_sink", "sink", "previous", "induction"])
 def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) -> None:
     seen, _ = minilm()
     shown = show(it).view("overview")

@@ -188,7 +188,7 @@ def test_json_is_the_weights(run):
     full = json.loads(out)
     assert code == 0
     assert len(full["ties"]) == 3
-    assert {"entropy", "mean_distance", "sink", "previous", "induction"} == set(full["heads"])
+    assert {"entropy", "mean_distance_without_sink", "sink", "previous", "induction"} == set(full["heads"])
     assert len(full["heads"]["entropy"]) == 72
 
 

@@ -67,7 +67,7 @@ CHOSEN: dict[str, tuple[str, list[tuple[str, Any]]]] = {
     "word vectors": ("walk", [("walk-words", None), ("walk-Wq", True), ("walk-Wv", True), ("dot-4", None)]),
     "a product of a head": ("walk", [("head", 5), ("dot-0", None)]),
     "what a word gives to": ("overview", [("metric", "sink"), ("sort", "given"), ("given", 8), ("word", 3), ("cells", "row")]),
-    "axes of the atlas": ("overview", [("axis-x", "mean_distance"), ("axis-y", "sink")]),
+    "axes of the atlas": ("overview", [("axis-x", "mean_distance_without_sink"), ("axis-y", "sink")]),
     "every head of the spotlight": ("spotlight", [("chip-all", None), ("merge", True), ("hide", True)]),
     "the colours of the square": ("square", [("fit", True), ("head", 3)]),
 }  # fmt: skip

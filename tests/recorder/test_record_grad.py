@@ -288,6 +288,48 @@ def test_numbers_are_plain_to_everything_else(x):
     assert torch.equal(copy.deepcopy(entropy), plain)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_recorded_numbers_choose_is_the_users_own(gradients, x):
+    """Positions and flags have no gradient: they index parameters and inputs, which train as ever."""
+    net = net_of(Fused)
+    with torch.set_grad_enabled(gradients):
+        seen = numbers(net, x)
+    received = seen[0].received()[0, 0]
+    largest, at = received.sort(descending=True)
+    assert type(largest) is not torch.Tensor
+    for chosen in (
+        at[:2],
+        received.topk(2).indices,
+        received > 0.5,
+        received.argmax(),
+        received.max(-1)[1],
+        received.argsort(),
+    ):
+        assert type(chosen) is torch.Tensor
+        rows = x[0][chosen]
+        assert type(rows) is torch.Tensor
+        net.zero_grad()
+        net(rows.reshape(1, -1, 8)).sum().backward()
+        assert net[0].qkv.weight.grad is not None
+
+
+def test_a_cache_is_evicted_by_recorded_scores_and_recorded_again():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=30, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=None
+    )
+    model, ids = transformers.GPT2LMHeadModel(config).eval(), torch.randint(1, 30, (1, 9))
+    with torch.no_grad(), regard.record(model) as seen:
+        cache = model(ids, use_cache=True).past_key_values
+    stay = regard.kv.evict(cache, [regard.kv.h2o(layer.weights) for layer in seen.layers], 4)
+    assert type(cache.layers[0].keys) is torch.Tensor
+    with torch.no_grad(), regard.record(model) as step:
+        model(torch.tensor([[7]]), past_key_values=cache)
+    assert not step.refused
+    assert step[1].shape == (1, 2, 1, 5)
+    assert stay[1].shape == (1, 2, 4)
+
+
 def test_values_keep_their_own_gradient(x):
     seen = numbers(net_of(Fused), x)
     v = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)

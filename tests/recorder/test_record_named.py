@@ -325,7 +325,7 @@ def test_layers_keep_their_numbers(x, tmp_path):
         net(x)
     assert seen[2].shape == (2, 2, 5, 5)
     assert seen[-1].shape == (2, 2, 5, 5)
-    with pytest.raises(IndexError, match=r"layer 0 was asked for and \[2\] were recorded"):
+    with pytest.raises(IndexError, match=r"layers \[2\] were recorded; got layer 0"):
         seen[0]
     assert [row.layer for row in seen.heads("entropy", item=0)] == [2, 2]
     seen.save(tmp_path / "a.regard")

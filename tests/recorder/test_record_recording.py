@@ -1,5 +1,7 @@
 """Questions to a recording equal the same questions asked of dense matrices."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -49,7 +51,7 @@ def test_indexing(seen):
 @pytest.mark.parametrize(
     ("key", "error", "text"),
     [
-        (7, IndexError, "3 were recorded"),
+        (7, IndexError, "layers 0 to 2 were recorded; got layer 7"),
         ("block.9", KeyError, "no layer"),
         ((0, 1, 2, 3), IndexError, "seen\\[layer, head"),
         ((0, 0, 5), IndexError, "batch has 1"),
@@ -114,14 +116,14 @@ def test_indices_of_a_recording_say_what_they_are(seen):
         (lambda: seen[1.5], "a layer is a number or the name of a module; got 1.5"),
         (lambda: seen[1, :, "cat"], r'number of a sequence; got .cat.. .*seen\[3, 1\]\["it", "animal"\]'),
         (lambda: seen[1, 0, 0, 0], "4 indices. The indices are"),
-        (lambda: seen[0, 9], "head 9 was asked for, and layer 0 has 3 heads"),
+        (lambda: seen[0, 9], "layer 0 has heads 0 to 2; got head 9"),
     ):
         with pytest.raises(IndexError, match=text):
             wrong()
 
 
 def test_heads_by_every_measure(seen):
-    for by in ("entropy", "entropy_without_sink", "mean_distance", "sink", "previous", "induction"):
+    for by in ("entropy", "entropy_without_sink", "mean_distance_without_sink", "sink", "previous", "induction"):
         table = seen.heads(by)
         assert len(table) == 9
         for index, head, _, value in table:
@@ -136,7 +138,7 @@ def test_heads_by_every_measure(seen):
             expected = {
                 "entropy": -(w * w.clamp(min=1e-30).log()).sum(-1).mean(),
                 "entropy_without_sink": -((rest * rest.clamp(min=1e-30).log()).sum(-1) * share).sum() / share.sum(),
-                "mean_distance": ((rest * (at[:, None] - at).abs()).sum(-1) * share).sum() / share.sum(),
+                "mean_distance_without_sink": ((rest * (at[:, None] - at).abs()).sum(-1) * share).sum() / share.sum(),
                 "sink": w[:, sink].mean(),
                 "previous": w[at[1:], at[:-1]].mean(),
                 "induction": w[4, 1],
@@ -144,6 +146,8 @@ def test_heads_by_every_measure(seen):
             assert value == pytest.approx(expected.item(), abs=1e-4), by
     with pytest.raises(ValueError, match="unknown measure 'size'"):
         seen.heads("size")
+    shares = {(row.layer, row.head): row.sink for row in seen.summary()}
+    assert shares == {(row.layer, row.head): pytest.approx(row.value, abs=1e-5) for row in seen.heads("sink")}
 
 
 def test_rollout_is_the_product_of_all_layers(seen):
@@ -166,6 +170,12 @@ def test_numpy_and_pandas(seen):
     assert len(frame) == 9
     row = frame[(frame.layer == 1) & (frame["head"] == 2)].iloc[0]
     assert row.entropy == pytest.approx(seen[1].entropy()[0, 2].mean().item(), abs=1e-6)
+
+
+def test_a_missing_pandas_is_named(seen, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="needs pandas: pip install pandas"):
+        seen.to_pandas()
 
 
 def test_norm_weighted(seen):

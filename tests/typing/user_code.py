@@ -54,6 +54,8 @@ def matrix(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert_type(W[..., 0:5, :3], Tensor)
     assert_type(W[0, 3, :, 2:], Tensor)
     assert_type(W.scores[..., -1, :], Tensor)
+    W.entrpy()  # type: ignore[attr-defined]  # pyright: ignore
+    W.scores.entropy()  # type: ignore[attr-defined]  # pyright: ignore
     for sequence in W:
         assert_type(sequence.entropy(), Tensor)
     assert_type(W.mass([0, "it"]), Tensor)
@@ -159,6 +161,7 @@ def questions(W: Weights, S: Weights) -> None:
     assert_type(heads.topk(3), TopK)
     assert_type(heads.entropy(), Tensor)
     assert_type(heads.mean_distance(), Tensor)
+    heads.peak()  # type: ignore[attr-defined]  # pyright: ignore
     for number in (W.kl(heads), heads.kl(W), regard.losses.alignment(heads, regard.causal())):
         assert_type(number, Tensor)
     W.kl(number)  # type: ignore[arg-type]  # pyright: ignore

@@ -237,14 +237,16 @@ class ArrayProtocol(LazyMatrix):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return torch_function(func, args, kwargs, _INSTEAD if cls._multiplies else {})
 
-    def __getattr__(self, name: str) -> Any:
-        kind = type(self).__name__
-        if name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-        # The hints are of weights; the scores before softmax have no statistics.
-        matrix, hints = ("W", _INSTEAD) if self._multiplies else ("W.scores", {})
-        instead = hints.get(name, f"{matrix}.dense().{name}, in quadratic memory")
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}, which is one of tensors: use {instead}.")
+    if not TYPE_CHECKING:  # hidden from type checkers, which then report a misspelt name
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            # The hints are of weights; the scores before softmax have no statistics.
+            matrix, hints = ("W", _INSTEAD) if self._multiplies else ("W.scores", {})
+            instead = hints.get(name, f"{matrix}.dense().{name}, in quadratic memory")
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}, which is one of tensors: use {instead}.")
 
     # Indexing. Type checkers cannot know the shape: for them the axes are (b, h, i, j), and brackets that leave rows
     # and columns alone return a matrix, others a tensor. `...` types a matrix of fewer axes: W[..., 2, :] is a row.

@@ -207,7 +207,7 @@ class DTensorWeights(Weights):
         self,
         by: Literal["mean", "sum", "max"] = "mean",
         *,
-        heads: Sequence[int] | None = None,
+        heads: Sequence[int] | Tensor | None = None,
         groups: int | Literal["kv"] | None = None,
         weights: Tensor | None = None,
     ) -> HeadReduction:

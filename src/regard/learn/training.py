@@ -316,9 +316,8 @@ class _Training:
         self.model.train()
         heads = self._heads(batch) if watching and self.replicas.first else {}
         self._seed_dropout()
-        self.optimizer.zero_grad(
-            set_to_none=True
-        )  # before forward: a CUDA graph writes its gradients into the same memory
+        # Before forward: a CUDA graph writes its gradients into the same memory.
+        self.optimizer.zero_grad(set_to_none=True)
         loss = self._gradients(batch)
         norm = nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
         for group in self.optimizer.param_groups:

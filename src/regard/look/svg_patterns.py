@@ -25,6 +25,9 @@ def draw_patterns(patterns: HeadPatterns, title: str = "What heads do", width: s
     >>> regard.look.draw_patterns(regard.patterns.classify(W)).startswith("<svg")
     True
     """
+    if not isinstance(patterns, HeadPatterns):
+        got = type(patterns).__name__
+        raise TypeError(f"draw_patterns(patterns) takes the result of regard.patterns.classify(W); got {got}.")
     heads = max(len(layer) for layer in patterns.names)
     cell = max(44.0, *(0.8 * text_width(name) + 10 for layer in patterns.names for name in layer))
     elements = [text_element(MARGIN, MARGIN + 6, title, 14, bold=True)]

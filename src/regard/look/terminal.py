@@ -44,7 +44,7 @@ ALL_WORDS = 120
 _METRICS = {
     "entropy": "looks at few {units}",
     "previous": "looks at the {unit} before",
-    "mean_distance": "looks far away",
+    "mean_distance_without_sink": "looks far away",
     "sink": "rests on one token",
     "induction": "repeats what followed",
 }

@@ -47,7 +47,20 @@ class ConstantTensor(Tensor):
         if func in _PLAIN:
             args = (args[0].as_subclass(Tensor), *args[1:])
             return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        return _with_plain_indices(super().__torch_function__(func, types, args, kwargs))
+
+
+def _with_plain_indices(out: Any) -> Any:
+    """The result of a function, in which positions and flags are plain tensors.
+
+    They have no gradient that could be lost; but what they index is the user's own, and would become such a number.
+    """
+    if isinstance(out, ConstantTensor):
+        return out if out.is_floating_point() or out.is_complex() else out.as_subclass(Tensor)
+    if isinstance(out, (tuple, list)) and any(isinstance(x, ConstantTensor) for x in out):
+        parts = map(_with_plain_indices, out)
+        return out._make(parts) if hasattr(out, "_make") else type(out)(parts)
+    return out
 
 
 class DetachedTensor(ConstantTensor):

@@ -66,7 +66,10 @@ class HeadValue(NamedTuple):
 
 
 class HeadSummary(NamedTuple):
-    """A head with mean entropy, mean largest weight, and the share of the key that receives most: a `summary` row."""
+    """A head with mean entropy, mean largest weight, and the share of its weight on the sink: a row of `summary`.
+
+    The sink is the key that the heads of the layer give most to, as in `Recording.heads`.
+    """
 
     layer: int
     name: str
@@ -122,15 +125,22 @@ class Table(list[Row], Generic[Row]):
         """The rows as a pandas DataFrame.
 
         Returns:
-            A DataFrame with one column a title; needs pandas.
+            A DataFrame with one column a title.
+
+        Raises:
+            ImportError: pandas is not installed.
 
         Example:
             >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).to_pandas()
                layer  head  weight
             0      3     1    0.25
         """
-        import pandas
-
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "to_pandas() needs pandas: pip install pandas. Without it: iterate over the rows."
+            ) from None
         return pandas.DataFrame([tuple(row) for row in self], columns=list(self.columns))
 
     def _repr_html_(self) -> str:
@@ -225,7 +235,7 @@ def _entropy_without_sink(weights: Weights) -> Tensor:
     return _mean(weights.entropy() + _x_log_x(w) + _x_log_x(rest), rest)
 
 
-def _mean_distance(weights: Weights) -> Tensor:
+def _mean_distance_without_sink(weights: Weights) -> Tensor:
     """The mean distance without the sink; rows count by the weight they give to other keys."""
     position, w = _sink(weights)
     i, j = weights.shape[-2:]
@@ -244,7 +254,8 @@ def _x_log_x(x: Tensor) -> Tensor:
 def _positional(weights: Weights) -> Weights:
     if weights._factors.offset is None:
         raise ValueError(
-            "mean_distance compares positions, and in cross-attention there is nothing to compare: select(kind='self')."
+            "mean_distance_without_sink compares positions, and in cross-attention there is nothing to compare: "
+            "select(kind='self')."
         )
     return weights
 
@@ -278,12 +289,14 @@ def _at(weights: Weights) -> Tensor:
 
 
 #: Names of the measures of `Recording.heads`.
-HeadMeasure: TypeAlias = Literal["entropy", "entropy_without_sink", "mean_distance", "sink", "previous", "induction"]
+HeadMeasure: TypeAlias = Literal[
+    "entropy", "entropy_without_sink", "mean_distance_without_sink", "sink", "previous", "induction",
+]  # fmt: skip
 
 #: Each measure takes the weights (h, i, j) of one sequence and returns (h,).
 BY: dict[HeadMeasure, Callable[[Weights], Tensor]] = {
     "entropy": _entropy,
-    "mean_distance": _mean_distance,
+    "mean_distance_without_sink": _mean_distance_without_sink,
     "sink": _share_of_sink,
     "previous": _previous,
     "induction": _induction,
@@ -327,7 +340,8 @@ def summary(layers: list[Any]) -> Table[HeadSummary]:
             statistics = layer.weights.see("entropy", "received", "peak")
             entropies, received, peaks = statistics.entropy, statistics.received, statistics.peak.values
         entropy, peak = row_mean(entropies, rows_of_layer), row_mean(peaks, rows_of_layer)
-        share = (received / received.sum(-1, keepdim=True).clamp(min=1e-30)).amax(-1).mean(0)
+        sink = received.sum(1, keepdim=True).argmax(-1, keepdim=True).expand(*received.shape[:2], 1)
+        share = (received.gather(-1, sink).squeeze(-1) / received.sum(-1).clamp(min=1e-30)).mean(0)
         for h, numbers in enumerate(zip(entropy.tolist(), peak.tolist(), share.tolist(), strict=True)):
             rows.append(HeadSummary(layer.index, layer.name, layer.kind, h, *numbers))
     return Table(HeadSummary._fields, rows)

@@ -132,7 +132,7 @@ class Layer:
         weights = self.weights
         heads, number = weights.shape[1], as_int(h)
         if number is not None and not -heads <= number < heads:
-            raise IndexError(f"head {h} was asked for, and layer {self.index} has {heads} heads.")
+            raise IndexError(f"layer {self.index} has heads 0 to {heads - 1}; got head {h}.")
         return weights[0, h] if weights.shape[0] == 1 else weights[:, h]
 
     def sequence(self, item: int) -> Weights:

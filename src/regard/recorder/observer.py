@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -213,8 +213,10 @@ class Observer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(_IS_A_BLOCK)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_IS_A_BLOCK if not name.startswith("_") else f"a recording's block has no {name!r}")
+    if not TYPE_CHECKING:  # hidden from type checkers, which then report a misspelt name
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_IS_A_BLOCK if not name.startswith("_") else f"a recording's block has no {name!r}")
 
     def __del__(self) -> None:
         if not self._started:

@@ -108,8 +108,8 @@ class LayerStack:
         layer = next((layer for layer in self.layers if layer.index == which), None)
         if layer is None:
             numbers = [layer.index for layer in self.layers]
-            has = f"{len(numbers)} were" if numbers == list(range(len(numbers))) else f"{numbers} were"
-            raise IndexError(f"layer {which} was asked for and {has} recorded.")
+            has = f"0 to {numbers[-1]}" if numbers == list(range(len(numbers))) else f"{numbers}"
+            raise IndexError(f"layers {has} were recorded; got layer {which}.")
         return layer
 
     def _layer_by_name(self, name: str) -> Layer:
@@ -174,7 +174,7 @@ class LayerStack:
                 `"entropy"`: mean over rows of `Weights.entropy`, in nats; the smallest first.
                 `"entropy_without_sink"`: the same for the weights without the sink (the key that the layer's heads give
                 most to), renormalised: Σ r·H′ / Σ r over rows, where r is the weight left and H′ its entropy.
-                `"mean_distance"`: mean distance to the keys without the sink, weighted in the same way.
+                `"mean_distance_without_sink"`: mean distance to the other keys than the sink, weighted in the same way.
                 `"sink"`: mean weight on the sink.
                 `"previous"`: mean weight on the position before.
                 `"induction"`: mean weight on the token after the last occurrence of the same token.
@@ -221,7 +221,7 @@ class LayerStack:
         return head_metrics.rollout(self._recorded(), token, item)
 
     def summary(self) -> Table[HeadSummary]:
-        """Every head with its mean entropy, mean largest weight, and the share of the key that receives most.
+        """Every head with its mean entropy, mean largest weight, and the share of its weight on the sink.
 
         Returns:
             Rows `(layer, name, kind, head, entropy, peak, sink)`, over all sequences without their padding; `peak` is

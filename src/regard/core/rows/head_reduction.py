@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadReduction"]
 
+_CASTS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "detach")
+#: Attributes of a `Weights` that heads taken together have not, and the way to what they may be wanted for.
+_INSTEAD = {
+    **dict.fromkeys(("lse", "max_score", "scores"), "R has no scores of its own, W.{name} has those of each head"),
+    **dict.fromkeys(("T", "mT"), "R.received() sums over rows, W.mT @ u has every head"),
+    **dict.fromkeys(("see", "explain"), "call methods one by one, such as R.entropy()"),
+    **dict.fromkeys(_CASTS, "W.{name}(...).reduce_heads(...)"),
+    **dict.fromkeys(("label", "tokens"), "W.{name}, before reduce_heads"),
+    "peak": "R.topk(1)",
+    "numpy": "R.dense().numpy(force=True), in quadratic memory",
+}
+
 
 @named_by_class
 class HeadReduction(RowQuestions):
@@ -136,6 +148,19 @@ class HeadReduction(RowQuestions):
 
     def __iter__(self) -> Iterator[Tensor]:
         raise TypeError("heads taken together are not iterated: R.row(i) is one row, R.dense() all of them.")
+
+    if not TYPE_CHECKING:  # hidden from type checkers, which then report a misspelt name
+
+        def __getattr__(self, name: str) -> Any:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if (instead := _INSTEAD.get(name)) is not None:
+                message += f", which is one of Weights. For R = W.reduce_heads(...): {instead.format(name=name)}."
+            raise AttributeError(message)
+
+    def __rmatmul__(self, u: Any) -> Tensor:
+        raise TypeError(
+            "u @ R is not computed of heads taken together; W.mT @ u has every head, R.received() sums rows."
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.dense().numpy(force=True)

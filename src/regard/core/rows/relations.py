@@ -82,7 +82,7 @@ class Relations(LazyMatrix, RowQuestions):
         self,
         by: Literal["mean", "sum", "max"] = "mean",
         *,
-        heads: Sequence[int] | None = None,
+        heads: Sequence[int] | Tensor | None = None,
         groups: int | Literal["kv"] | None = None,
         weights: Tensor | None = None,
     ) -> HeadReduction:
@@ -106,7 +106,9 @@ class Relations(LazyMatrix, RowQuestions):
         (torch.Size([5]), torch.Size([5, 2]))
         """
         if self._one_head:
-            raise ValueError("reduce_heads() needs a head axis, and this matrix is one head.")
+            raise ValueError(
+                "reduce_heads() needs a head axis, and this matrix is one head: regard.weights(q[None], k[None])."
+            )
         if by not in ("mean", "sum", "max"):
             raise ValueError(f"reduce_heads(by) must be 'mean', 'sum' or 'max'; got {by!r}.")
         if heads is not None:
@@ -132,7 +134,7 @@ def row_range(part: Any, n: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def _head_numbers(heads: Sequence[int], count: int) -> list[int]:
+def _head_numbers(heads: Sequence[int] | Tensor, count: int) -> list[int]:
     listed = heads.tolist() if isinstance(heads, Tensor) else list(heads) if isinstance(heads, Iterable) else []
     numbers = [number for head in listed if (number := as_int(head)) is not None and -count <= number < count]
     if not numbers or len(numbers) < len(listed):

@@ -27,9 +27,8 @@ class Start:
     word: int  # a row of the stack
     target: int | None = None  # a column of the stack
     layer: int | None = None  # among the layers of the page
-    heads: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (layer, head); empty: the heads that matter for the word
+    #: (layer, head); empty: the heads that matter for the word.
+    heads: list[tuple[int, int]] = field(default_factory=list)
     hide: bool = False
     merge: bool = False
 

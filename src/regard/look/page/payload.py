@@ -36,7 +36,7 @@ __all__ = ["METRICS", "pack"]
 #: Coordinates of word vectors that are shown one by one.
 COORDINATES = 16
 
-METRICS: tuple[HeadMeasure, ...] = ("entropy", "mean_distance", "sink", "previous", "induction")
+METRICS: tuple[HeadMeasure, ...] = ("entropy", "mean_distance_without_sink", "sink", "previous", "induction")
 
 
 @torch.no_grad()

@@ -9,11 +9,14 @@ import { rootOf } from "./window.js";
 
 const METRICS = {
   entropy: ({ unit }) => `How spread out a head looks, in nats: 0 is one ${unit}, large is everywhere. The fullest bar is the sharpest head.`,
-  mean_distance: ({ units }) => `How far away a head looks, in ${units}, the sink left out.`,
+  mean_distance_without_sink: ({ units }) => `How far away a head looks, in ${units}, the sink left out.`,
   sink: ({ unit }) => `The share of its weight that a head puts on the ${unit} all heads give most to: attention parked, not used.`,
   previous: ({ unit }) => `The mean weight on the ${unit} before.`,
   induction: ({ unit }) => `The mean weight on what followed the same ${unit} earlier: a head that continues what it saw.`,
 };
+
+// A menu is no wider than its longest name; what is left out is said in words.
+const shortName = (by) => by.replace("_without_sink", "");
 
 export function overview(page, box) {
   const have = Object.keys(METRICS).filter((by) => page.header.metrics[by].some(Boolean)), heads = everyHead(page);
@@ -61,7 +64,7 @@ export function overview(page, box) {
     act.peek();
   });
   const axes = have.length > 1 ? el("div", { class: "controls" }, ...["x", "y"].map((name) =>
-    choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name],
+    choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, shortName(by)]), own[name],
       (by) => { own[name] = by; update(); page.writeAddress(); }))) : "";
   box.append(bar, message, el("div", { class: "columns" }, el("div", {}, cells, scale), peek), axes, plot,
     behind("Every head", () => [["layer", "head", ...have],
@@ -76,7 +79,7 @@ function atlasControls(page, own, have, update) {
     ...(short ? [["given", `what the ${rows.unit} gives to`]] : [])];
   const tray = page.state.chosen ?? [];
   return [
-    choice("number", "metric", have.map((by) => [by, by]), own.by, (by) => set({ by })),
+    choice("number", "metric", have.map((by) => [by, shortName(by)]), own.by, (by) => set({ by })),
     choice("sort by", "sort", orders, own.sort, (sort) => set({ sort, target: own.target ?? 0 })),
     short && own.sort === "given" && choice(`another ${cols.unit}`, "given", range(cols.length).map((n) => [n, cols.name(n)]),
       own.target ?? 0,
