@@ -458,9 +458,7 @@ def _check_input(x: Any, dim: int, name: str) -> None:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be (..., length, {dim}); got {got}.")
     if not x.is_floating_point():
-        raise TypeError(
-            f"{name} must be vectors of floats; got {x.dtype}. Ids of tokens go through nn.Embedding first."
-        )
+        raise TypeError(f"{name} must be vectors of floats; got {x.dtype}. Token ids go through nn.Embedding first.")
 
 
 def _fill(cache: Cache | None, k: Tensor, v: Tensor, memory: Tensor | None) -> None:

@@ -69,9 +69,8 @@ class RowQuestions(NotElementwise, Shareable):
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]
         batch = joint_batch([matrix._factors.batch for matrix in matrices])
-        engines = [get_engine(matrix._engine) for matrix in matrices]
+        engines, q = [get_engine(matrix._engine) for matrix in matrices], self._factors.q
         if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(engines, matrices, strict=True)):
-            q = self._factors.q
             outputs = without_autocast(q, lambda: question.of_dense(_dense_matrices(matrices, batch, question)))
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
