@@ -127,7 +127,17 @@ def test_every_cache_of_the_table_exists() -> None:
 PRIVATE_TRITON = ("triton.backends", "triton.compiler", "triton.runtime")
 
 #: Names that DESIGN allows everywhere: Python's own, and those that PyTorch's notes document in spite of their underscore.
-ALLOWED = {"_asdict", "_replace", "_getframe", "_SubParsersAction", "_version", "_base", "_python_dispatch"}
+ALLOWED = {
+    "_asdict",
+    "_replace",
+    "_make",
+    "_exit",
+    "_getframe",
+    "_SubParsersAction",
+    "_version",
+    "_base",
+    "_python_dispatch",
+}
 
 
 def is_private(name: str) -> bool:
