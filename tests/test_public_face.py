@@ -155,6 +155,10 @@ def test_no_public_signature_says_any() -> None:
     assert with_any == set(ANY)
 
 
+def test_every_public_object_says_what_it_is() -> None:
+    assert not [name.name for name in names() if name.kind == "class" and name.value.__repr__ is object.__repr__]
+
+
 def test_a_parameter_of_one_letter_is_one_of_the_vocabulary() -> None:
     text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
     section = text.partition("## Vocabulary")[2].partition("\n## ")[0]

@@ -37,6 +37,9 @@ class Cache:
     def __len__(self) -> int:
         return 0 if self.k is None else self.k.shape[-2]
 
+    def __repr__(self) -> str:
+        return f"Cache({len(self)} position{'s' * (len(self) != 1)})"
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Cached keys and values followed by k and v; the cache itself is unchanged.
 

@@ -24,7 +24,7 @@ class Probe:
         names: Statistics of `Weights.see`, for example "entropy", "max_score", "lse".
 
     Attributes:
-        names: The statistics asked for.
+        names: The requested statistics.
         statistics: One `Statistics` per layer so far.
 
     Example:
@@ -35,6 +35,8 @@ class Probe:
         torch.Size([4, 2, 10])
         >>> probe.heads("max_score").shape              # (layers, h)
         torch.Size([3, 2])
+        >>> probe
+        Probe(entropy, max_score; 3 layers)
     """
 
     def __init__(self, *names: StatisticName) -> None:
@@ -54,7 +56,10 @@ class Probe:
     def __iter__(self) -> Iterator[Statistics]:
         return iter(self.statistics)
 
-    def heads(self, name: str) -> Tensor:
+    def __repr__(self) -> str:
+        return f"Probe({', '.join(self.names)}; {len(self)} layer{'s' * (len(self) != 1)})"
+
+    def heads(self, name: StatisticName) -> Tensor:
         """One number per head: the largest "max_score", the mean of every other statistic.
 
         Args:

@@ -197,6 +197,10 @@ class Watch:
         remove_all(self._handles)
         transformers.uninstall(self)
 
+    def __repr__(self) -> str:
+        looked = f"{len(self.history)} looks, {len(self.layers)} layers in the last" if self.history else "no look yet"
+        return f"Watch(every={self.every}, step {self.step}: {looked})"
+
     def __enter__(self) -> Watch:
         return self
 

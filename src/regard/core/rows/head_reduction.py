@@ -157,10 +157,10 @@ class HeadReduction(RowQuestions):
                 message += f", which is one of Weights. For R = W.reduce_heads(...): {instead.format(name=name)}."
             raise AttributeError(message)
 
-    def __rmatmul__(self, u: Any) -> Tensor:
-        raise TypeError(
-            "u @ R is not computed of heads taken together; W.mT @ u has every head, R.received() sums rows."
-        )
+        def __rmatmul__(self, u: Tensor) -> Tensor:
+            raise TypeError(
+                "u @ R is not computed of heads taken together; W.mT @ u has every head, R.received() sums rows."
+            )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.dense().numpy(force=True)
