@@ -122,8 +122,8 @@ def test_large_normalised_and_odd_images() -> None:
 
 def shaded(text: str, hue: str) -> list[tuple[float, float, float]]:
     """Where patches of one colour stand, and how strong they are, the strongest first."""
-    patches = re.findall(rf'<rect x="([\d.]+)" y="([\d.]+)" [^>]*fill="{hue}" fill-opacity="([\d.]+)"', text)
-    return sorted(((float(x), float(y), float(o)) for x, y, o in patches), key=lambda one: -one[2])
+    rects = re.findall(rf'<rect x="([\d.]+)" y="([\d.]+)" [^>]*fill="{hue}" fill-opacity="([\d.]+)"', text)
+    return sorted(((float(x), float(y), float(o)) for x, y, o in rects), key=lambda one: -one[2])
 
 
 @pytest.mark.parametrize("width", ["3.3in", "6.9in"])

@@ -569,5 +569,7 @@ def test_a_script_loses_spaces_in_its_code_alone() -> None:
     """Texts, patterns and templates stay as they are, also those inside of other templates."""
     script = """const f = (a, b = "x = y, z") => { return /[", ] = /.test(a) ? `a, ${b ? `, in ${a + `= ${b}`} = ` : " , "} = c` : a && b; };"""
     assert page_html._without_spaces(script) == (
-        """const f=(a,b="x = y, z")=>{ return /[", ] = /.test(a)?`a, ${b?`, in ${a + `= ${b}`} = `:" , "} = c`:a&&b; };"""
+        """const f=(a,b="x = y, z")=>{return /[", ] = /.test(a)?`a, ${b?`, in ${a + `= ${b}`} = `:" , "} = c`:a&&b;};"""
     )
+    signs = "if (a + b - c / d) { x = `{ ${ { a } } }`; } else { y = a - -b + +c + ++d % e; }"
+    assert page_html._without_spaces(signs) == "if (a+b-c/d){x=`{ ${{a}} }`;}else{y=a - -b + +c + ++d%e;}"

@@ -214,7 +214,8 @@ _NO_CODE = re.compile(
 )
 #: The text of a template, up to its end or to the code inside it.
 _TEMPLATE = re.compile(r"(?:\\.|\$(?!\{)|[^`\\$])*(`|\$\{)")
-_SPACES = re.compile(r" ?(=>|[=!]==|[<>]=|&&|\|\||\?\?=?|[=<>*?:,]) ?")
+_BLANK = re.compile(" *")
+_SPACES = re.compile(r" ?(=>|[=!]==|[<>]=|&&|\|\||\?\?=?|[=<>*?:,;]|(?<= )[-+/%](?= [^-+/*])) ?")
 
 
 def _without_spaces(script: str) -> str:
@@ -223,7 +224,8 @@ def _without_spaces(script: str) -> str:
     depths: list[int] = []  # of braces, in the code inside of every template around
     while match := _NO_CODE.search(script, at):
         sign = match[0]
-        parts.append(_SPACES.sub(r"\1", script[at : match.start()]))
+        code = _SPACES.sub(r"\1", script[at : match.start()])
+        parts.append(code.rstrip(" ") if sign in "{}" else code)
         at = match.end()
         if sign == "{" and depths:
             depths[-1] += 1
@@ -237,6 +239,8 @@ def _without_spaces(script: str) -> str:
             sign, at = sign + text[0], text.end()
             depths += [0] if text[1] == "${" else []
         parts.append(sign)
+        if sign.endswith(("{", "}")):  # code goes on; the text of a template ends with its last sign
+            at = _BLANK.match(script, at).end()  # type: ignore[union-attr]
     return "".join([*parts, _SPACES.sub(r"\1", script[at:])])
 
 
