@@ -39,11 +39,11 @@ def _in_pairs(x: Tensor, axis: int) -> Tensor:
 class Case:
     """Queries and keys of one size of score, a matrix over them, and the formula of its scores."""
 
-    def __init__(self, name: str, times: float, heads: int) -> None:
+    def __init__(self, name: str, times: float, heads: int, seeds: int = SEEDS) -> None:
         # Keys come in pairs whose scores differ by about 1: whatever the size of the scores, every row is torn between
         # two keys, and the largest error of a seed is one of thousands. Else rows are all on one key, and rarely err.
-        self.q = math.sqrt(times) * torch.randn(SEEDS, heads, ROWS, SIZE)
-        k = math.sqrt(times) * _in_pairs(torch.randn(SEEDS, heads // 2, KEYS // 2, SIZE), -2)
+        self.q = math.sqrt(times) * torch.randn(seeds, heads, ROWS, SIZE)
+        k = math.sqrt(times) * _in_pairs(torch.randn(seeds, heads // 2, KEYS // 2, SIZE), -2)
         self.k = k + torch.randn(k.shape) / math.sqrt(times)
         self.times, self.sink = times, None
         self.parameters: list[Tensor] = []
@@ -186,7 +186,7 @@ def test_a_weight_belongs_to_its_row_whatever_way_it_is_asked(how: str, name: st
 @pytest.mark.parametrize(("how", "name"), WALKS)
 def test_gradients_of_cells_are_as_exact_as_those_of_plain_pytorch(how: str, name: str, times: int, walk) -> None:
     walk(how)
-    case = Case(name, times, heads=16)
+    case = Case(name, times, heads=16, seeds=3 * SEEDS)  # the ratio is 1.2 to 1.3, and that of 12 seeds up to 1.55
     leaves = [case.q.requires_grad_(), case.k.requires_grad_()]
     exact, plain = case.plain(torch.float64), case.plain(torch.float32)
     for way, got, at in parts_of_rows(case.W, cells=EVERY[::9]):
