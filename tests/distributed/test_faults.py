@@ -206,6 +206,14 @@ def test_ranks_that_share_a_gpu_are_told_to_use_gloo(ranks) -> None:
     assert "NCCL needs a GPU for each rank, and two ranks use the same one; call torch.cuda.set_device" in errors[0]
 
 
+def test_a_matrix_says_that_its_group_was_destroyed(ranks) -> None:
+    for texts in ranks.run(ranks.size, "support.rank_cases.after_its_group"):
+        assert len(texts) == 4, texts
+        assert all(text.startswith("the process group of this matrix was destroyed; call init") for text in texts), (
+            texts
+        )
+
+
 def test_a_group_that_is_destroyed_is_freed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = weakref.ref(dist.group.WORLD)

@@ -463,6 +463,22 @@ def named_backends(group: Any, rank: int, world: int) -> list[float]:
     return far
 
 
+def after_its_group(group: Any, rank: int, world: int) -> list[str]:
+    """What is said of a matrix whose process group is gone, of a request and of a backward pass."""
+    own = dist.new_group(list(range(world)))
+    W = regard.weights(torch.randn(2, 3, 4, requires_grad=True), mesh=Shards(own, timeout=20))
+    entropy = W.entropy()
+    dist.destroy_process_group(own)
+    texts = []
+    for ask in (W.lse, lambda: entropy.sum().backward(), lambda: W.offset_mass(1), lambda: W[..., 0, 0]):
+        try:
+            ask()
+            texts.append("no error")
+        except RankError as error:
+            texts.append(str(error))
+    return texts
+
+
 def shared_gpu(group: Any, rank: int, world: int) -> str:
     """The error where NCCL refuses ranks on one GPU: its text, here from a message that is not sent."""
 

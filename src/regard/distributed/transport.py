@@ -248,6 +248,11 @@ class Ranks:
                 "Start the ranks again.",
                 self._health.error.ranks,
             )
+        if self.size > 1 and self._is_destroyed():
+            raise RankError(
+                "the process group of this matrix was destroyed; call init_process_group, and weights() again on every "
+                "rank."
+            )
         try:
             yield
         except RankError:  # every rank has come to it by itself
@@ -260,6 +265,13 @@ class Ranks:
             if isinstance(error, Exception):
                 raise diagnosis from (error if cause is None else cause)
             raise  # an interrupt stays one
+
+    def _is_destroyed(self) -> bool:
+        try:
+            dist.get_backend(self.group)
+        except ValueError:
+            return True
+        return False
 
     def store(self) -> Any:
         """The key-value store of the process group; None in a PyTorch without the private function that returns it."""
