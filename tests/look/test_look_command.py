@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import regard
 from regard import cli
@@ -425,6 +426,17 @@ def test_a_target_that_is_too_long_is_refused_cut_or_not(run, folders, monkeypat
         assert code == 2
         assert "t5 takes 8 tokens, got 26 for its decoder" in err
         assert "shorten it" in err
+
+
+def test_a_model_whose_weights_are_not_all_there_is_refused(run, folders, tmp_path):
+    shutil.copytree(folders / "gpt2", tmp_path / "some")
+    file = tmp_path / "some" / "model.safetensors"
+    save_file({name: one for name, one in load_file(file).items() if "h.1." not in name}, file, {"format": "pt"})
+    code, out, err = run("look", "the cat", "--model", str(tmp_path / "some"))
+    assert (code, out) == (2, "")
+    assert re.search(
+        r"could not be opened: \d+ of its weights are missing, such as h\.1\.attn\.c_attn\.bias; save", err
+    )
 
 
 @pytest.mark.parametrize(("name", "content"), [("model.safetensors", b"\x00" * 40), ("tokenizer.json", b"[]")])

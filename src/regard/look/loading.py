@@ -153,7 +153,11 @@ class TransformersModel(LoadedModel):
             self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
             kind = transformers.AutoModelForSeq2SeqLM if self.encoder_decoder else transformers.AutoModel
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
-            self.model = kind.from_pretrained(source, local_files_only=local).eval()
+            self.model, report = kind.from_pretrained(source, local_files_only=local, output_loading_info=True)
+        # transformers fills them with random numbers. No attention passes a pooler: it stands above the last layer.
+        if missing := sorted(one for one in report["missing_keys"] if "pooler" not in one):
+            raise ValueError(f"{len(missing)} of its weights are missing, such as {missing[0]}; save it again.")
+        self.model.eval()
         self.name = name
         self.limit = _limit(config, self.tokenizer)
 
