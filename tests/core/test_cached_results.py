@@ -75,6 +75,13 @@ def test_four_questions_are_one_pass_and_columns_one_more(passes: Passes, tiles:
     assert passes.of(lambda: (W.received(), W.lse(), W.max_score(), W.entropy())) == []
 
 
+def test_rows_and_columns_asked_together_are_one_pass_on_compiled_tiles(passes: Passes, tiles: str) -> None:
+    every = ["rows"] if tiles == "compiled" else ["rows", "columns"]
+    assert passes.of(lambda: weights()[0].see("entropy", "received", topk=2, pool=(2, 2))) == every
+    assert passes.of(lambda: weights()[0].received()) == every
+    assert passes.of(lambda: weights()[0].mT @ draw(2, 3, 7, 2)) == every
+
+
 @pytest.mark.parametrize(
     "first",
     [lambda W: W.lse(), lambda W: W.max_score(), lambda W: W.received(), lambda W: W.topk(2), lambda W: W.mass(1)],

@@ -13,12 +13,15 @@ def lines(text: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in text.splitlines())
 
 
-def test_passes_are_those_of_the_request() -> None:
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled tiles", "plain tiles"])
+def test_passes_are_those_of_the_request(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba, "enabled", compiled)
+    together = compiled and numba.load() is not None
     W = regard.weights(torch.randn(2, 5, 4))
     assert lines(W.explain())["passes over the keys"].startswith("1: rows (lse")
     both = lines(W.explain("received", topk=2, values=torch.randn(5, 3)))["passes over the keys"]
-    assert both.startswith("2: rows (topk_scores")
-    assert both.endswith("columns (received)")
+    assert both.startswith(f"{1 if together else 2}: rows (topk_scores")
+    assert both.endswith(f"{' and' if together else ','} columns (received)")
 
 
 def test_kernels_are_those_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:

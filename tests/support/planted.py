@@ -54,6 +54,7 @@ TESTS = {
     "bound": ("core/test_bound.py", "within_its_bound and not 20000 and (0 or 5)"),
     "gradients in float32": ("core/test_bound.py", "three_times and dtype0"),
     "compiled tiles": ("engines/test_numba_tiles.py", ""),
+    "strips": ("engines/test_numba_strips.py", ""),
     "inputs": ("core/test_inputs.py", "not compiled and not forked and not spawned"),
     "errors": ("core/test_errors.py", ""),
     "replay": ("engines/test_replay.py", ""),
@@ -334,6 +335,9 @@ BUGS = [
     Bug("numba: the sink is left out of the entropy", "engines/numba/kernels/forward.py", "+ one * theirs", "", ("bound",)),
     Bug("numba: values of the wrong head", "engines/numba/kernels/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
     Bug("numba: sums of columns are not put back to zero", "engines/numba/kernels/column_pass.py", "    zero_(column, 0, cols)\n", "    pass\n", ("bound",)),
+    Bug("numba: a kept tile is not brought to the maximum of its rows", "engines/numba/kernels/column_pass.py", "exp(maxima[r] - m) * share, column)", "share, column)", ("strips",)),
+    Bug("numba: a row of nan reaches keys that it does not see", "engines/numba/kernels/strip_pass.py", "fits and not any_nan(T, head, i0, rows)", "fits", ("strips",)),
+    Bug("numba: tiles of a strip overwrite one another", "engines/numba/kernels/strip_pass.py", "T.strip if fits else 1", "1", ("strips",)),
     Bug("scores of narrow inputs are rounded twice", "core/scores/kinds.py", "return x.dtype if x.is_cuda or x.dtype == torch.float64 else torch.float32", "return x.dtype", ("scores",)),
     # core/tensor_kinds.py: tensors that engines cannot read.
     Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or is_zero_tensor(x) else x", "return x", ("tensor kinds",)),

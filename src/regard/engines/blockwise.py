@@ -49,6 +49,8 @@ class Blockwise:
         second = tuple(name for name in names if name in SECOND_PASS)
         if second and "norm" not in (*cached, *first):
             first = (*first, "norm")
+        if tiles and first:  # both from the same scores
+            first, second = (*first, *second), ()
         if first:
             rows = request if first == request.names else dataclasses.replace(request, names=first)
             results |= tiles.forward(problem, rows) if tiles else forward(problem, rows)

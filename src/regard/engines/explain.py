@@ -28,7 +28,7 @@ def explain(engine: Engine, factors: Factors, request: Request) -> str:
         return f"engine: none. engine={engine.name!r} was chosen and cannot serve: {reason}"
     lines = [f"engine: {chosen.name}" + (f" (picked by {engine.name!r})" if engine is not chosen else "")]
     lines.append(f"kernels: {_kernels(chosen, problem)}")
-    lines.append(f"passes over the keys: {_passes(chosen, request)}")
+    lines.append(f"passes over the keys: {_passes(chosen, problem, request)}")
     lines += [f"why not {name}: {reason}" for name, reason in _reasons(engine, chosen, problem, request)]
     if problem.q.device.type in replay.DEVICES:
         state = "on: a third call of the same shapes replays the second" if replay.enabled else "off (REGARD_REPLAY=0)"
@@ -45,9 +45,11 @@ def _kernels(chosen: FusedEngine, problem: Problem) -> str:
     return "tiles compiled by numba" if numba.serves(problem) else "tiles in plain PyTorch"
 
 
-def _passes(chosen: FusedEngine, request: Request) -> str:
+def _passes(chosen: FusedEngine, problem: Problem, request: Request) -> str:
     rows = [name for name in request.names if name in ONE_PASS]
     columns = [name for name in request.names if name in SECOND_PASS]
+    if columns and chosen is not triton.ENGINE and numba.serves(problem):
+        return f"1: rows ({', '.join(rows or ['norm'])}) and columns ({', '.join(columns)})"
     passes = [f"rows ({', '.join(rows or ['norm'])})"]
     if chosen is triton.ENGINE and request.topk:
         passes.append("largest weights (topk)")

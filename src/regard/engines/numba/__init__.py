@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...core.problem import Problem, repeat_kv, sum_groups
 from ...core.pytree import flatten, unflatten
-from ...core.stats import Request, Results, required
+from ...core.stats import SECOND_PASS, Request, Results, required
 from ...core.torch_state import in_functorch
 from ..replay import record_launch
 from ..score_grad import InputGrads, ScoreGrad
@@ -140,6 +140,8 @@ SHORT = 4
 
 #: Multiply-adds below which waking a second thread costs more than it saves.
 SMALL = 2_000_000
+#: Scores of a block of rows that stay in scratch memory for the sums of their columns: 65,536 keys of 128 rows.
+STRIP = 2**23
 #: Words of a cache line.
 LINE = 8
 
@@ -315,8 +317,8 @@ def _tile_size(problem: Problem) -> tuple[int, int]:
 
 
 def forward(problem: Problem, request: Request) -> Results:
-    """The forward pass: one pass over the keys for the row statistics."""
-    b, h, i, _ = problem.shape
+    """One pass over the keys: row statistics, and with them column statistics, from the same scores."""
+    b, h, i, j = problem.shape
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
     outputs = {"norm": call.out("norm", torch.empty(b, h, i, 2, dtype=call.dtype, device="cpu"))}
@@ -342,16 +344,23 @@ def forward(problem: Problem, request: Request) -> Results:
         sink = problem.sink.to(call.dtype)
         call.out("sink", sink)
         call.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
-    items = b * h * -(-i // block_i)
-    call.run("forward", items, call.dtype.itemsize * (block_i * (block_j + 3) + request.topk + 64))
+    kernel, items, strip, columns = "forward", b * h * -(-i // block_i), 1, dict[str, Tensor]()
+    if request.wants(*SECOND_PASS):
+        strip = max(1, min(call.fields["n_intervals"] * -(-j // block_j), STRIP // (block_i * block_j)))
+        chunks = _chunks(i, b * h, block_i, 1 if request.wants("z") else 4)  # of z each is as large as the keys
+        columns = _column_sums(call, request, chunks)
+        kernel, items = "strip_pass", b * h * chunks
+    call.set(strip=strip)
+    call.run(kernel, items, call.dtype.itemsize * (block_i * (block_j * strip + strip + 3) + block_j + 64))
+    outputs |= {name: _sum_chunks(x).to(call.dtype) for name, x in columns.items()}
     return {name: outputs[name] for name in request.names}
 
 
-def _chunks(rows: int, heads: int, block_i: int) -> int:
+def _chunks(rows: int, heads: int, block_i: int, per_thread: int = 1) -> int:
     """Number of chunks of rows, so that every thread has work; each chunk has column sums of its own."""
-    threads = torch.get_num_threads()
+    items = torch.get_num_threads() * per_thread
     blocks = -(-rows // block_i)
-    return 1 if heads >= threads else max(1, min(blocks, -(-threads // max(heads, 1))))
+    return max(1, min(blocks, -(-items // max(heads, 1))))
 
 
 def _sum_chunks(parts: Tensor) -> Tensor:
@@ -361,19 +370,28 @@ def _sum_chunks(parts: Tensor) -> Tensor:
 
 def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     """The column pass: a second pass over the weights of finished rows, for the column statistics."""
-    b, h, i, j = problem.shape
+    b, h, i, _ = problem.shape
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
     window = request.window
-    row_from, row_to, key_from, key_to = 0, i, 0, j
-    if window is not None:  # over ranks it reaches beyond the rows and keys that are here
-        row_from, row_to = max(0, window.i0), min(i, window.i1)
-        key_from, key_to = max(0, window.j0), min(j, window.j1)
+    row_from, row_to = (0, i) if window is None else (max(0, window.i0), min(i, window.i1))
     row_from -= row_from % block_i  # whole tiles, whose products are those that the norm was computed from
     chunks = _chunks(row_to - row_from, b * h, block_i)
     call.out("norm", norm.contiguous())
-    call.set(chunks=chunks, row_from=row_from, row_to=row_to, key_from=key_from, key_to=key_to)
-    call.work = b * h * (row_to - row_from) * (key_to - key_from) * problem.q.shape[3]
+    call.set(row_from=row_from, row_to=row_to)
+    outputs = _column_sums(call, request, chunks)
+    call.work = b * h * (row_to - row_from) * (call.fields["key_to"] - call.fields["key_from"]) * problem.q.shape[3]
+    call.run("column_pass", b * h * chunks, call.dtype.itemsize * block_j * (block_i + 1))
+    return {name: _sum_chunks(x).to(call.dtype) for name, x in outputs.items()}
+
+
+def _column_sums(call: KernelCall, request: Request, chunks: int) -> dict[str, Tensor]:
+    """Memory for the column statistics, one for each chunk of rows."""
+    b, h, j = (call.fields[name] for name in "BHJ")
+    window = request.window
+    # Over ranks a window reaches beyond the keys that are here.
+    key_from, key_to = (0, j) if window is None else (max(0, window.j0), min(j, window.j1))
+    call.set(chunks=chunks, key_from=key_from, key_to=key_to)
     outputs = {}
     if request.wants("received"):
         outputs["received"] = call.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64, device="cpu"))
@@ -389,8 +407,7 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
         u = call.rows("u", request.u, "bhi")
         call.set(U=u.shape[3])
         outputs["z"] = call.out("z", torch.zeros(chunks, b, h, j, u.shape[3], dtype=call.dtype, device="cpu"))
-    call.run("column_pass", b * h * chunks, call.dtype.itemsize * block_j * (block_i + 1))
-    return {name: _sum_chunks(x).to(call.dtype) for name, x in outputs.items()}
+    return outputs
 
 
 def cells(problem: Problem, request: Request) -> Tensor:

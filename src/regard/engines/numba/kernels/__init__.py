@@ -1,9 +1,9 @@
 """Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for everything else.
 
-Kernels walk the tiles as `blockwise` does, in float32 or float64: forward, column_pass, tile_pool, profile, cells,
-backward. Those of `comparison` and `head_rows` walk the tiles of two matrices, in float32. Each is a C function of one
-argument, a params record of addresses and sizes, that any number of threads may enter at once: they take work items
-from a shared counter, so that no thread waits for the slowest. Needs numba.
+Kernels walk the tiles as `blockwise` does, in float32 or float64: forward, column_pass, strip_pass, tile_pool, profile,
+cells, backward. Those of `comparison` and `head_rows` walk the tiles of two matrices, in float32. Each is a C function
+of one argument, a params record of addresses and sizes, that any number of threads may enter at once: they take work
+items from a shared counter, so that no thread waits for the slowest. Needs numba.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from numba import carray, cfunc, types
 
-from . import backward, cells, column_pass, comparison, forward, head_rows, profile, tile_pool
+from . import backward, cells, column_pass, comparison, forward, head_rows, profile, strip_pass, tile_pool
 from .params import (
     DENSE_MASK,
     DISTANCE,
@@ -54,6 +54,7 @@ __all__ = [
 _KERNELS = {
     "forward": forward.forward,
     "column_pass": column_pass.column_pass,
+    "strip_pass": strip_pass.strip_pass,
     "cells": cells.cells,
     "backward": backward.backward,
     "compare": comparison.compare,

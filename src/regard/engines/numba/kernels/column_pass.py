@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import atomic_next, doubles_at, f32, i64, product_tn, reals, use_wide_vectors
+from .intrinsics import atomic_next, doubles_at, exp, f32, i64, product_tn, reals, use_wide_vectors
 from .params import modifiers_at
 from .row_ops import (
     apply_modifiers_,
     norm_of,
     normalize_and_accumulate_,
+    rescale_and_accumulate_,
     rows_of_item,
     tile_products,
     visible_keys,
@@ -40,10 +41,9 @@ def column_pass(T):
 @njit
 def block_of_rows(T, scratch, item, head, i0, rows):
     """All tiles of a block of rows. `scratch` (this thread's memory): a tile of scores, then sums of its columns."""
-    size = T.itemsize
+    no_maxima = reals(T, scratch, 0)
+    columns = scratch + T.itemsize * T.block_i * T.block_j
     b, h = head // T.H, head % T.H
-    u = T.u + size * (b * T.u_b + h * T.u_h + i0 * T.u_i)
-    z_sum = T.z + size * item * T.J * T.U
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
@@ -51,40 +51,43 @@ def block_of_rows(T, scratch, item, head, i0, rows):
             if j0 + cols <= T.key_from or j0 >= T.key_to:
                 continue
             tile_products(T, scratch, b, h, i0, rows, j0, cols)
-            add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi)
-            if T.U > 0:
-                at = z_sum + size * j0 * T.U
-                product_tn(T, cols, T.U, rows, f32(1), scratch, T.block_j, u, T.u_i, f32(1), at, T.U)
+            add_tile(T, scratch, no_maxima, columns, item, head, i0, rows, j0, cols, lo, hi)
 
 
 @njit
-def add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi):
-    """Turn a tile of scores into weights and sum its columns, separately for each row of the pooled map."""
+def add_tile(T, tile, maxima, columns, item, head, i0, rows, j0, cols, lo, hi):
+    """Turn a tile into weights and add it to all sums; it holds scores, or with `maxima` exp(s − maxima)."""
     size = T.itemsize
-    columns = scratch + size * T.block_i * T.block_j
     group = pool_row(T, i0)
     for r in range(rows):
         i = i0 + r
         if pool_row(T, i) != group:
             flush(T, columns, cols, j0, group, item)
             group = pool_row(T, i)
-        row = reals(T, scratch + size * r * T.block_j, T.block_j)
+        row = reals(T, tile + size * r * T.block_j, T.block_j)
         a, z = max(lo[i] - j0, 0), min(hi[i] - j0, cols)
         if a >= z:
             zero_(row, 0, cols)
             continue
         n = z - a
-        s = reals(T, scratch + size * (r * T.block_j + a), n)
+        s, column = reals(T, tile + size * (r * T.block_j + a), n), reals(T, columns + size * a, n)
+        m, share = norm_of(T, head * T.I + i)
+        if len(maxima) > 0:
+            rescale_and_accumulate_(s, n, exp(maxima[r] - m) * share, column)
+            continue
         if T.modifier_count > 0:
             modifiers = carray(modifiers_at(T.modifiers), T.modifier_count)
             apply_modifiers_(
                 s, row[:0], n, modifiers, T.modifier_count, head // T.H, head % T.H, i, i + T.offset, j0 + a
             )
-        m, share = norm_of(T, head * T.I + i)
-        normalize_and_accumulate_(s, n, m, share, reals(T, columns + size * a, n))
+        normalize_and_accumulate_(s, n, m, share, column)
         zero_(row, 0, a)
         zero_(row, z, cols)
     flush(T, columns, cols, j0, group, item)
+    if T.U > 0:
+        u = T.u + size * (head // T.H * T.u_b + head % T.H * T.u_h + i0 * T.u_i)
+        at = T.z + size * (item * T.J + j0) * T.U
+        product_tn(T, cols, T.U, rows, f32(1), tile, T.block_j, u, T.u_i, f32(1), at, T.U)
 
 
 @njit

@@ -13,6 +13,7 @@ from .intrinsics import (
     atomic_next,
     exp,
     f32,
+    i64,
     longs_at,
     product_nn,
     reals,
@@ -45,14 +46,18 @@ def forward(T):
         if item >= T.B * T.H * blocks:
             return
         b, h, i0 = item // (T.H * blocks), item // blocks % T.H, item % blocks * T.block_i
-        rows_of_one_head(T, scratch, b, h, i0, min(T.block_i, T.I - i0))
+        rows_of_one_head(T, scratch, 1, b, h, i0, min(T.block_i, T.I - i0))
 
 
 @njit
-def rows_of_one_head(T, scratch, b, h, i0, rows):
-    """All tiles of a block of rows. `scratch` (this thread's memory): a tile of scores, then m, l and t of each row."""
+def rows_of_one_head(T, scratch, strip, b, h, i0, rows):
+    """All tiles of a block of rows; the last `strip` of them stay, as exp(s − m) with the maximum m of each row then.
+
+    `scratch` (this thread's memory): T.strip tiles, the maxima of the rows at each, then m, l and t of each row.
+    """
     size = T.itemsize
-    buffers = scratch + size * T.block_i * T.block_j
+    maxima = scratch + size * T.strip * T.block_i * T.block_j
+    buffers = maxima + size * T.strip * T.block_i
     m = reals(T, buffers, T.block_i)
     l = reals(T, buffers + size * T.block_i, T.block_i)
     t = reals(T, buffers + 2 * size * T.block_i, T.block_i)
@@ -62,28 +67,37 @@ def rows_of_one_head(T, scratch, b, h, i0, rows):
     v = T.v + size * (b * T.v_b + h * T.V // T.H * T.v_h)
     out = (b * T.H + h) * T.I + i0  # where this block's answers stand
     y = T.y + size * out * T.E
-    untouched = True
+    tiles = i64(0)
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
             cols = min(T.block_j, end - j0)
-            tile_products(T, scratch, b, h, i0, rows, j0, cols)
+            place = tiles % strip
+            tile, m_here = tile_at(T, scratch, place), reals(T, maxima + size * place * T.block_i, T.block_i)
+            tile_products(T, tile, b, h, i0, rows, j0, cols)
             for r in range(rows):
                 a, z = max(lo[i0 + r] - j0, 0), min(hi[i0 + r] - j0, cols)
-                row = reals(T, scratch + size * r * T.block_j, T.block_j)
+                row = reals(T, tile + size * r * T.block_j, T.block_j)
                 if a >= z:
                     zero_(row, 0, cols)
                     continue
                 merge_row(
-                    T, scratch + size * (r * T.block_j + a), z - a, j0 + a, b, h, i0 + r, out + r, r, m, l, t, buffers
+                    T, tile + size * (r * T.block_j + a), z - a, j0 + a, b, h, i0 + r, out + r, r, m, l, t, buffers
                 )
+                m_here[r] = m[r]
                 zero_(row, 0, a)
                 zero_(row, z, cols)
             if T.E > 0:
-                beta = f32(0) if untouched else f32(1)
-                product_nn(T, rows, T.E, cols, f32(1), scratch, T.block_j, v + size * j0 * T.v_j, T.v_j, beta, y, T.E)
-                untouched = False
-    finish_rows(T, b, h, out, rows, m, l, t, untouched)
+                beta = f32(0) if tiles == 0 else f32(1)
+                product_nn(T, rows, T.E, cols, f32(1), tile, T.block_j, v + size * j0 * T.v_j, T.v_j, beta, y, T.E)
+            tiles += 1
+    finish_rows(T, b, h, out, rows, m, l, t, tiles == 0)
+
+
+@njit
+def tile_at(T, scratch, place):
+    """Address of one tile of a strip."""
+    return scratch + T.itemsize * place * T.block_i * T.block_j
 
 
 @njit

@@ -109,6 +109,7 @@ _SIZES = (
     "B H G V I J D "  # batch, heads of q, k and v, queries, keys, size of q and k
     "E U X "  # size of v, of u, of left and right
     "itemsize offset n_intervals intervals_b modifier_count topk block_i block_j chunks scratch_size right_group "
+    "strip "  # forward, strip_pass: tiles of a block of rows that stay in scratch memory
     "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
     "row_from row_to key_from key_to "  # column_pass, tile_pool: the part of the matrix that is visited
     "pool_by "  # tile_pool

@@ -353,6 +353,16 @@ def normalize_and_accumulate_(s, n, m, share, column):
         column[j] += w
 
 
+@njit
+def rescale_and_accumulate_(p, n, factor, column):
+    """p ← p · factor, and add it to the sums of the columns."""
+    use_wide_vectors()
+    for j in range(n):
+        w = p[j] * factor
+        p[j] = w
+        column[j] += w
+
+
 @njit(fastmath={"contract"})
 def normalize_(s, n, m, share):
     use_wide_vectors()
