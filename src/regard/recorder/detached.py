@@ -59,7 +59,7 @@ def _with_plain_indices(out: Any) -> Any:
         return out if out.is_floating_point() or out.is_complex() else out.as_subclass(Tensor)
     if isinstance(out, (tuple, list)) and any(isinstance(x, ConstantTensor) for x in out):
         parts = map(_with_plain_indices, out)
-        return out._make(parts) if hasattr(out, "_make") else type(out)(parts)
+        return type(out)(parts)  # PyTorch makes its named tuples of one sequence as well
     return out
 
 
