@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -28,3 +31,18 @@ def test_no_setting_finds_kernels_of_another(monkeypatch: pytest.MonkeyPatch) ->
         assert all(str(suite.ROOT) in folder for folder in folders), cache
     assert "MKL_CBWR" not in environments["as it is"]
     assert environments["ATEN_CPU_CAPABILITY=default"]["ATEN_CPU_CAPABILITY"] == "default"
+
+
+def test_a_hidden_package_is_one_that_is_not_installed() -> None:
+    """PyTorch's warning that numpy is missing, an error here, ended pytest before its first test."""
+    code = """
+import importlib.util, sys
+import support.hidden, torch, regard
+assert importlib.util.find_spec("numpy") is None and "numpy" not in sys.modules
+try:
+    import numpy.random
+except ModuleNotFoundError as error:
+    assert error.name == "numpy"
+"""
+    environment = {**os.environ, "REGARD_HIDE": "numba,numpy", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment)
