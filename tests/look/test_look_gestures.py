@@ -237,7 +237,7 @@ def test_bars_and_map_of_play_have_fixed_scales(show: Any, it: View) -> None:
         for bar in shown.tab.locator(".bars .lane").all()[::4]:
             j = int(bar.locator("b").get_attribute("data-j"))
             assert bar.locator("i").bounding_box()["width"] == pytest.approx(max(1, weights[j] * full), abs=1)
-        shown.tab.wait_for_function("async () => (await regard).slices === null")  # the map is drawn after the bars
+        shown.finish_lab()  # the map is drawn after the bars
         shades[power] = shown.tab.evaluate(darkest)
     assert shades[-5.0] > 150 > shades[5.0], "uniform weights are pale, saturated ones dark"
     slide(shown, 2)

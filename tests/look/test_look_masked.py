@@ -87,7 +87,7 @@ def test_the_lab_hatches_what_its_own_rules_forbid(show: Any) -> None:
     shown = show(regard.weights(randn(1, 6, 8)).label(WORDS).show(5)).view("play")
     for key, mask in (("causal", CAUSAL), ("window", CAUSAL & torch.ones(6, 6).triu(-2).bool())):
         shown.tab.check(f'[data-key="{key}"]')
-        shown.tab.wait_for_function("async () => (await regard).slices === null")
+        shown.finish_lab()
         assert cells(shown, ".plays .map > figure > canvas") == expected(mask)
 
 

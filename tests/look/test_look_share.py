@@ -15,7 +15,7 @@ import torch
 
 import regard
 from regard.look import View
-from support.opened_page import Shown, number
+from support.opened_page import Shown, finish_lab, number
 from support.page_probe import CAT, HOSTILE, history, minilm
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -89,7 +89,7 @@ def use(shown: Shown, key: str, value: Any) -> None:
 def settled(tab: Any) -> list[Any]:
     """What is seen once the slices of the Lab are done and the address is written."""
     tab.wait_for_timeout(200)
-    tab.wait_for_function("(async () => !(await regard).slices)()")
+    finish_lab(tab)
     return tab.evaluate(SEEN)
 
 

@@ -57,11 +57,22 @@ class Shown:
         """A value of the page's own state: `page` is the page."""
         return self.tab.evaluate(f"(async () => {{ const page = await regard; return {script}; }})()")
 
+    def finish_lab(self) -> None:
+        """Wait for what the Lab computes in slices. Playwright's `wait_for_function` takes any answer of an async function."""
+        finish_lab(self.tab)
+
     def opened_table(self, where: str = "details.behind") -> list[list[str]]:
         self.tab.locator(where).first.locator("summary").click()
         rows = self.tab.locator(where).first.locator("tbody tr")
         rows.first.wait_for()
         return [[cell.strip() for cell in row.split("\t")] for row in rows.all_inner_texts()]
+
+
+def finish_lab(tab: Any) -> None:
+    """The same of a tab alone."""
+    tab.evaluate(
+        """async () => { const page = await regard; while (page.slices) await new Promise(requestAnimationFrame); }"""
+    )
 
 
 @pytest.fixture
