@@ -7,6 +7,7 @@ bench/results are packed into one tar file after every job, for a machine that i
     tests      tests/gpu, side by side            shapes     bench.gpu_shapes          corpus     bench.corpus
     random     2,000 random configurations        speed      bench.gpu                 serve      a tile of a million tokens
     checked    memory and race checkers           relations  bench.relations           record     bench.record
+    learn      models that are trained and judged, if .cache/data has what bench.learn reads
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -24,6 +26,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PYTHON: str = sys.executable
+#: What models learn from, and where their runs go on.
+DATA, RUNS = ROOT / ".cache" / "data", ROOT / ".cache" / "learn"
 #: Random configurations that are asked for, and how many of them one job takes.
 CONFIGURATIONS, AT_ONCE = 2000, 250
 
@@ -52,6 +56,9 @@ def jobs(state: Path) -> list[Job]:
     def bench(name: str, seconds: int, module: str, *arguments: str) -> Job:
         return Job(name, [PYTHON, "-m", f"bench.{module}", *arguments], seconds, ("src", "bench"))
 
+    def learn(what: str, seconds: int) -> Job:
+        return bench(f"learn {what}", seconds, "learn", what, str(DATA), str(RUNS), "limit=LEFT")
+
     def checked(name: str, tool: str, *arguments: str) -> Job:
         part = f"compute-sanitizer --tool {tool} --error-exitcode 1 {PYTHON} tests/gpu/small.py {{}} 10 {' '.join(arguments)}"
         return Job(name, ["sh", "-c", f"seq 0 9 | PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs -P 10 -I{{}} {part}"], 150)
@@ -61,15 +68,18 @@ def jobs(state: Path) -> list[Job]:
         Job(f"random {first}", [PYTHON, "tests/gpu/configurations.py", str(first), str(first + AT_ONCE)], 160)
         for first in range(0, CONFIGURATIONS, AT_ONCE)
     ]
+    translators, others = [learn("multi30k", 150), learn("seconds", 60)], [learn("gpu", 200), learn("large", 300)]
     return [
         Job("tests", tests, 60),
         bench("relations", 240, "relations", "--device", "cuda"),
         bench("record", 120, "record", "--device", "cuda"),
         bench("corpus", 120, "corpus"),
         random[0],
+        *(translators if DATA.exists() else []),
         bench("speed", 240, "gpu"),
         bench("shapes", 200, "gpu_shapes"),
         bench("serve", 90, "page", "--only", "serve", "--device", "cuda", "--length", "1000000"),
+        *(others if DATA.exists() else []),
         checked("checked memory", "memcheck"),
         checked("checked races", "racecheck", "plain"),
         *random[1:],
@@ -85,12 +95,15 @@ def run(job: Job, left: float, log: Path) -> int:
     """Its status; -1 where the time ended first. What it prints is passed on and kept."""
     command = [part.replace("LEFT", str(round(left - 10))) for part in job.command]
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+        options = {"cwd": ROOT, "env": environment(), "stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, start_new_session=True, **options)
         try:
             status = process.wait(timeout=left)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        except BaseException as stop:  # the time ended, or Ctrl-C: with all processes that the job began
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if not isinstance(stop, subprocess.TimeoutExpired):
+                raise
             status = -1
     print("\n".join(log.read_text().splitlines()[-60:]), flush=True)
     return status
