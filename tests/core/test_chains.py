@@ -120,7 +120,7 @@ def test_errors_say_what_must_hold() -> None:
     for ask, message in (
         (lambda: chains.rollout(W, x), r"a list of Weights, one a layer; got one Weights. Of one layer: \[W\]"),
         (lambda: chains.rollout([W.dense()], x), r"layer 0 of a rollout takes a Weights, .*; got Tensor"),
-        (lambda: chains.rollout(stack, x[0]), r"\(..., 6, e\); got \(6,\)"),
+        (lambda: chains.rollout(stack, x[0]), r"\(..., 6, e\), a row for each position; got \(6,\)"),
         (lambda: chains.rollout(stack, x, residual="a"), "between 0 and 1; got 'a'"),
         (lambda: chains.rollout(stack, x, head_weights=[torch.zeros(2)] * 3), "2 numbers whose sum is not 0"),
         (lambda: chains.rollout(stack, x, head_weights=[torch.rand(3)] * 3), "head_weights of layer 0: a tensor of 2"),
