@@ -469,6 +469,7 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     layer, head = seen.heads(by)[0][:2]
     shown.tab.hover(f'[data-key="head-{layer}-{head}"]')
     assert shown.text(".peek b") == f"layer {layer}, head {head}"
+    assert not any("_" in name for name in shown.tab.locator(".peek dt, option").all_inner_texts())
     shown.click("open-head")
     shown.tab.mouse.move(5, 5)
     who, _, most = shown.text(".hero .who").partition("; most goes to ")

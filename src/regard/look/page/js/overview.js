@@ -15,8 +15,8 @@ const METRICS = {
   induction: ({ unit }) => `The mean weight on what followed the same ${unit} earlier: a head that continues what it saw.`,
 };
 
-// A menu is no wider than its longest name; what is left out is said in words.
-const shortName = (by) => by.replace("_without_sink", "");
+// In words, and no wider than a menu should be; that the sink is left out is said below it.
+const shortName = (by) => by.replace("_without_sink", "").replaceAll("_", " ");
 
 export function overview(page, box) {
   const have = Object.keys(METRICS).filter((by) => page.header.metrics[by].some(Boolean)), heads = everyHead(page);
@@ -118,7 +118,7 @@ function scaleOf(page, { mode }) {
 // A head closer, or both heads that are compared and their difference.
 function peekAt(page, own, pointed, have, act) {
   const [one, other] = own.pair ?? [pointed, null], { head } = page, comparable = one.held && one.held !== rootOf(head);
-  const number = (by) => [el("dt", { text: by }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
+  const number = (by) => [el("dt", { text: shortName(by) }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
     (x.value(by) === null ? "–" : fixed(x.value(by), 2))).join(" and ") })];
   const hint = !one.held ? "This page does not hold its weights." : [
     hands(`Click adds it to the heads that are shown, shift-click compares it with ${head.name}, Enter opens it.`,
