@@ -113,7 +113,7 @@ class Square(Modifier):
 ]  # fmt: skip
 
 QUESTION = [
-    Edit("core/rows/stats.py", "@register_node\nclass DistanceBins(CompleteRowStatistic):", '''@register_node
+    Edit("core/rows/complete_rows.py", "@register_node\nclass DistanceBins(CompleteRowStatistic):", '''@register_node
 class EffectiveKeys(CompleteRowStatistic):
     """1 / Σ_j w_ij², (b, h, i)."""
 
@@ -127,7 +127,7 @@ class EffectiveKeys(CompleteRowStatistic):
 
 
 '''),
-    Edit("core/rows/questions.py", "from .stats import ", "EffectiveKeys, ", after=True),
+    Edit("core/rows/questions.py", "from .complete_rows import ", "EffectiveKeys, ", after=True),
     Edit("core/rows/questions.py", "    def distance_histogram(", '''    def effective_keys(self) -> Tensor:
         """The number of keys among which equal weights would have this sum of squares."""
         return self._ask_rows(EffectiveKeys())[0]

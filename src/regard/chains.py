@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .core.indexing import as_int
-from .core.rows.stats import GradientProduct
+from .core.rows.complete_rows import GradientProduct
 from .core.scores.kinds import repeat_kv
 from .core.shared import called_by_all_ranks
 from .core.torch_state import is_tracing

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .core.pytree import replace_fields
-from .core.rows.stats import induction_targets
+from .core.rows.complete_rows import induction_targets
 from .core.scores.kinds import Dot
 from .core.shared import Shareable, called_by_all_ranks
 from .core.weights import Weights, need_weights

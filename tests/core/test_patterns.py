@@ -12,7 +12,7 @@ from torch import Tensor
 import regard
 import regard.look
 import regard.patterns
-from regard.core.rows.stats import induction_targets
+from regard.core.rows.complete_rows import induction_targets
 
 T = 40
 AT = torch.arange(T)

@@ -15,11 +15,11 @@ from ..inherited import named_by_class
 from ..results import TopK
 from ..torch_state import as_size
 from ..types import KeyLike, KeysLike
+from .complete_rows import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .head_shares import HeadShares
 from .questions import RowQuestions
 from .sources import HeadRows, RowSource, log_of_heads
 from .spans import PoolBy
-from .stats import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .strips import DenseForm, Question
 
 if TYPE_CHECKING:

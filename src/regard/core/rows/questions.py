@@ -22,9 +22,9 @@ from ..shared import Shareable, refuse_one_over_ranks
 from ..torch_state import is_tracing, without_autocast
 from ..types import EngineName, MaskLike, PoolLike, SegmentsLike
 from .comparison import Comparison, joint_batch
+from .complete_rows import ChosenKeys, DistanceBins, DistanceVariance, induction_targets
 from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
-from .stats import ChosenKeys, DistanceBins, DistanceVariance, induction_targets
 from .strips import DenseForm, Question, walk_strips
 from .traced import answer, traced
 

@@ -1,6 +1,6 @@
 """Statistics of complete rows that are not those of single heads: of heads together, of distances, of chosen keys.
 
-Statistics that `Weights.see` names are in `stats`.
+Statistics that `Weights.see` names are in `core/stats.py`.
 """
 
 from __future__ import annotations
