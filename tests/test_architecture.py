@@ -101,13 +101,14 @@ ARROWS: dict[str, set[str]] = {
         "core.pytree", "core.result_cache", "core.shared", "core.rows.sources", "core.rows.complete_rows", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
         "engines",
     },
+    "core.rows.position_questions": {"core.indexing", "core.rows.complete_rows", "core.rows.questions", "core.torch_state"},
     "core.rows.head_reduction": {
-        "core.arguments", "core.broadcast", "core.inherited", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.complete_rows", "core.scores.kinds",
+        "core.arguments", "core.broadcast", "core.inherited", "core.results", "core.rows.position_questions", "core.rows.sources", "core.rows.complete_rows", "core.scores.kinds",
         "core.rows.head_shares", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.types",
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},
     "core.rows.relations": {
-        "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources",
+        "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.position_questions", "core.rows.sources",
         "core.rows.strips",
         "core.stats", "engines",
     },

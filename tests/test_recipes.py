@@ -128,7 +128,7 @@ class EffectiveKeys(CompleteRowStatistic):
 
 '''),
     Edit("core/rows/questions.py", "from .complete_rows import ", "EffectiveKeys, ", after=True),
-    Edit("core/rows/questions.py", "    def distance_histogram(", '''    def effective_keys(self) -> Tensor:
+    Edit("core/rows/questions.py", "    def segment_mass(", '''    def effective_keys(self) -> Tensor:
         """The number of keys among which equal weights would have this sum of squares."""
         return self._ask_rows(EffectiveKeys())[0]
 

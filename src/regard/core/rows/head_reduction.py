@@ -17,7 +17,7 @@ from ..torch_state import as_size
 from ..types import KeyLike, KeysLike
 from .complete_rows import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .head_shares import HeadShares
-from .questions import RowQuestions
+from .position_questions import PositionQuestions
 from .sources import HeadRows, RowSource, log_of_heads
 from .spans import PoolBy
 from .strips import DenseForm, Question
@@ -41,7 +41,7 @@ _INSTEAD = {
 
 
 @named_by_class
-class HeadReduction(RowQuestions):
+class HeadReduction(PositionQuestions):
     """Heads reduced to one matrix ``(..., i, j)``, or to one a group; made by `Weights.reduce_heads`.
 
     It answers what a `Weights` answers about rows, columns and blocks, and compares with other matrices. No weight is
