@@ -95,7 +95,7 @@ def classify(
     for layer in layers:
         need_weights(layer, "classify(weights)")
     if not layers:
-        raise ValueError("classify(weights) needs at least one layer.")
+        raise ValueError("classify(weights) needs at least one layer; got none.")
     kinds: tuple[str, ...] = ()
     shares = []
     for layer in layers:

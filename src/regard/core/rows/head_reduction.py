@@ -141,7 +141,7 @@ class HeadReduction(PositionQuestions):
     def __getitem__(self, key: tuple[KeysLike, KeysLike]) -> Tensor:
         """Cells of rows and columns: ``R[3, "it"]``, ``R[:, 2]``, ``R[5:8, :]``."""
         if not isinstance(key, tuple) or len(key) != 2:
-            raise IndexError("heads taken together are indexed by rows and columns: R[rows, cols].")
+            raise IndexError(f"heads taken together are indexed by rows and columns, R[rows, cols]; got {key!r}.")
         if all(isinstance(part, slice) and part == slice(None) for part in key):
             return self.dense()
         return self._grouped(self._weights[(..., *key)])  # type: ignore[index]
