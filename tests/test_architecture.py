@@ -274,6 +274,7 @@ def test_the_command_line_explains_itself_before_torch_is_there() -> None:
     assert "regard look" in done.stdout
 
 
+@pytest.mark.early
 def test_a_name_may_be_used_first_while_torch_compile_follows_the_code() -> None:
     code = (
         "import torch, regard\n"
@@ -298,6 +299,7 @@ def test_import_regard_is_light() -> None:
     assert others <= {"numpy", "_frozen_importlib_external"}, f"import regard loads {sorted(others)}"
 
 
+@pytest.mark.early
 def test_without_numba_only_speed_is_lost() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"

@@ -315,6 +315,7 @@ def test_recipes_are_short():
     assert {recipe: documented(recipe)[1] <= limit for recipe, limit in limits.items()} == dict.fromkeys(limits, True)
 
 
+@pytest.mark.early
 def test_recipes_work(tmp_path):
     package = tmp_path / "regard"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
