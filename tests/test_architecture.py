@@ -89,25 +89,26 @@ ARROWS: dict[str, set[str]] = {
     "core.rows.strips": {"core.block", "core.masks.intervals", "core.pytree", "core.rows.sources", "core.torch_state"},
     "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
     "core.rows.spans": {"core.block", "core.masks.algebra", "core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
-    "core.rows.stats": {
+    "core.rows.complete_rows": {
         "core.block", "core.pytree", "core.rows.sources", "core.stats", "core.rows.strips", "core.torch_state",
     },
     "core.rows.fused": {
-        "core.rows.comparison", "core.problem", "core.pytree", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "engines",
+        "core.rows.comparison", "core.problem", "core.pytree", "core.rows.sources", "core.rows.complete_rows", "core.rows.spans", "core.rows.strips", "core.torch_state", "engines",
     },
     "core.rows.traced": {"core.rows.fused", "core.pytree", "core.rows.sources", "core.rows.strips"},
     "core.rows.questions": {
         "core.arguments", "core.broadcast", "core.rows.comparison", "core.indexing", "core.masks.algebra", "core.operators", "core.problem",
-        "core.pytree", "core.result_cache", "core.shared", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
+        "core.pytree", "core.result_cache", "core.shared", "core.rows.sources", "core.rows.complete_rows", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
         "engines",
     },
+    "core.rows.position_questions": {"core.indexing", "core.rows.complete_rows", "core.rows.questions", "core.torch_state"},
     "core.rows.head_reduction": {
-        "core.arguments", "core.broadcast", "core.inherited", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.stats", "core.scores.kinds",
+        "core.arguments", "core.broadcast", "core.inherited", "core.results", "core.rows.position_questions", "core.rows.sources", "core.rows.complete_rows", "core.scores.kinds",
         "core.rows.head_shares", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.types",
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},
     "core.rows.relations": {
-        "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources",
+        "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.position_questions", "core.rows.sources",
         "core.rows.strips",
         "core.stats", "engines",
     },
@@ -127,12 +128,12 @@ ARROWS: dict[str, set[str]] = {
         "_lazy", "core.api", "core.array_protocol", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.masks.intervals", "core.masks.kinds",
         "core.scores.modifiers", "core.online_softmax", "core.operators", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.rows.head_reduction", "core.rows.head_shares", "core.rows.questions", "core.rows.relations", "core.rows.sources", "core.rows.spans",
-        "core.rows.stats",
+        "core.rows.complete_rows",
         "core.rows.strips", "core.scores.kinds", "core.shared", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "recorder": {
         "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.inherited", "core.masks.kinds", "core.problem", "core.pytree",
-        "core.rows.stats", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
+        "core.rows.complete_rows", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "core.dropout": {"core.api", "core.masks.kinds", "core.scores.kinds", "core.types"},
     "nn": {
@@ -144,16 +145,16 @@ ARROWS: dict[str, set[str]] = {
         "_lazy", "core.api", "core.dropout", "core.masks.kinds", "core.torch_state", "core.types", "core.weights", "recorder",
     },
     "chains": {
-        "core.indexing", "core.rows.stats", "core.scores.kinds", "core.shared", "core.torch_state", "core.weights",
+        "core.indexing", "core.rows.complete_rows", "core.scores.kinds", "core.shared", "core.torch_state", "core.weights",
     },
     "kv": {"core.arguments", "core.shared", "core.weights"},
-    "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.shared", "core.weights"},
+    "patterns": {"core.pytree", "core.rows.complete_rows", "core.scores.kinds", "core.shared", "core.weights"},
     "losses": {
         "core.api", "core.broadcast", "core.rows.comparison", "core.rows.head_reduction", "core.rows.key_choice",
         "core.rows.questions", "core.scores.kinds", "core.shared", "core.types", "core.weights",
     },
     "corpora": {
-        "_io", "_lazy", "core.block", "core.rows.head_profile", "core.pytree", "core.rows.questions", "core.rows.sources", "core.rows.stats",
+        "_io", "_lazy", "core.block", "core.rows.head_profile", "core.pytree", "core.rows.questions", "core.rows.sources", "core.rows.complete_rows",
         "core.stats", "core.rows.strips", "core.weights", "learn", "recorder",
     },
     "look": {
@@ -273,6 +274,7 @@ def test_the_command_line_explains_itself_before_torch_is_there() -> None:
     assert "regard look" in done.stdout
 
 
+@pytest.mark.early
 def test_a_name_may_be_used_first_while_torch_compile_follows_the_code() -> None:
     code = (
         "import torch, regard\n"
@@ -297,6 +299,7 @@ def test_import_regard_is_light() -> None:
     assert others <= {"numpy", "_frozen_importlib_external"}, f"import regard loads {sorted(others)}"
 
 
+@pytest.mark.early
 def test_without_numba_only_speed_is_lost() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"

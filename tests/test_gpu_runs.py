@@ -54,6 +54,7 @@ def run(folder: Path, seconds: int = 1000) -> tuple[int, dict[str, str]]:
     return code, {name.partition("::")[2]: outcome for name, outcome in outcomes.items()}
 
 
+@pytest.mark.early
 def test_what_fails_beside_others_is_run_alone(folder: Path) -> None:
     code, outcomes = run(folder)
     assert code == 0
@@ -61,6 +62,7 @@ def test_what_fails_beside_others_is_run_alone(folder: Path) -> None:
     assert {*outcomes.values()} == {"PASSED"}
 
 
+@pytest.mark.early
 def test_a_process_that_dies_costs_one_test_and_a_later_run_goes_on(folder: Path, capfd) -> None:
     for name in ("wrong", "dies"):
         (folder / name).touch()

@@ -212,6 +212,7 @@ def test_private_names_are_looked_up_when_they_are_used() -> None:
             assert names <= {"torch._C"}, f"{module(path)} reads {names} when it is imported"
 
 
+@pytest.mark.early
 def test_without_private_names_a_file_is_still_loaded(tmp_path: Path) -> None:
     code = f"""
 import torch, regard
@@ -237,6 +238,7 @@ print(float(regard.load({str(tmp_path / "a.regard")!r})[0].entropy().sum()))
     assert "WARNING:regard" in done[1].stdout
 
 
+@pytest.mark.early
 def test_without_private_names_attention_is_still_recorded() -> None:
     """FlexAttention's operator and the list of compiled code: each falls back with one log line."""
     code = """

@@ -113,7 +113,7 @@ class Square(Modifier):
 ]  # fmt: skip
 
 QUESTION = [
-    Edit("core/rows/stats.py", "@register_node\nclass DistanceBins(CompleteRowStatistic):", '''@register_node
+    Edit("core/rows/complete_rows.py", "@register_node\nclass DistanceBins(CompleteRowStatistic):", '''@register_node
 class EffectiveKeys(CompleteRowStatistic):
     """1 / Σ_j w_ij², (b, h, i)."""
 
@@ -127,8 +127,8 @@ class EffectiveKeys(CompleteRowStatistic):
 
 
 '''),
-    Edit("core/rows/questions.py", "from .stats import ", "EffectiveKeys, ", after=True),
-    Edit("core/rows/questions.py", "    def distance_histogram(", '''    def effective_keys(self) -> Tensor:
+    Edit("core/rows/questions.py", "from .complete_rows import ", "EffectiveKeys, ", after=True),
+    Edit("core/rows/questions.py", "    def segment_mass(", '''    def effective_keys(self) -> Tensor:
         """The number of keys among which equal weights would have this sum of squares."""
         return self._ask_rows(EffectiveKeys())[0]
 
@@ -315,6 +315,7 @@ def test_recipes_are_short():
     assert {recipe: documented(recipe)[1] <= limit for recipe, limit in limits.items()} == dict.fromkeys(limits, True)
 
 
+@pytest.mark.early
 def test_recipes_work(tmp_path):
     package = tmp_path / "regard"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .core.indexing import as_int
-from .core.rows.stats import GradientProduct
+from .core.rows.complete_rows import GradientProduct
 from .core.scores.kinds import repeat_kv
 from .core.shared import called_by_all_ranks
 from .core.torch_state import is_tracing
@@ -180,7 +180,7 @@ def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
     if isinstance(layers, Weights):
         raise TypeError("a rollout takes a list of Weights, one a layer; got one Weights. Of one layer: [W].")
     if not layers:
-        raise ValueError("a rollout needs at least one layer.")
+        raise ValueError("a rollout needs at least one layer; got none.")
     for n, layer in enumerate(layers):
         need_weights(layer, f"layer {n} of a rollout")
         if layer._shared and layer.shape[-2] == layer.shape[-1] and not torch.equal(layer._rows_here, layer._keys_here):

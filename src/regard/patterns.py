@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .core.pytree import replace_fields
-from .core.rows.stats import induction_targets
+from .core.rows.complete_rows import induction_targets
 from .core.scores.kinds import Dot
 from .core.shared import Shareable, called_by_all_ranks
 from .core.weights import Weights, need_weights
@@ -95,7 +95,7 @@ def classify(
     for layer in layers:
         need_weights(layer, "classify(weights)")
     if not layers:
-        raise ValueError("classify(weights) needs at least one layer.")
+        raise ValueError("classify(weights) needs at least one layer; got none.")
     kinds: tuple[str, ...] = ()
     shares = []
     for layer in layers:

@@ -106,7 +106,7 @@ def test_weights_times_gradients_are_those_of_autograd(
 
 def test_errors_say_what_must_hold() -> None:
     stack = layers()
-    with pytest.raises(ValueError, match="at least one layer"):
+    with pytest.raises(ValueError, match="at least one layer; got none"):
         chains.rollout([], torch.eye(6))
     with pytest.raises(ValueError, match="share between 0 and 1; got 2"):
         chains.rollout(stack, torch.eye(6).double(), residual=2)

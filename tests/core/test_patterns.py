@@ -12,7 +12,7 @@ from torch import Tensor
 import regard
 import regard.look
 import regard.patterns
-from regard.core.rows.stats import induction_targets
+from regard.core.rows.complete_rows import induction_targets
 
 T = 40
 AT = torch.arange(T)
@@ -88,7 +88,7 @@ def test_errors_say_what_must_hold() -> None:
         regard.patterns.classify(regard.weights(torch.zeros(4, 2)), threshold=0)
     with pytest.raises(ValueError, match=r"as many heads; got \[1, 2\]"):
         regard.patterns.classify([regard.weights(torch.zeros(4, 2)), regard.weights(torch.zeros(2, 4, 2))])
-    with pytest.raises(ValueError, match="at least one layer"):
+    with pytest.raises(ValueError, match="at least one layer; got none"):
         regard.patterns.classify([])
     with pytest.raises(ValueError, match="between 0 and 1; got 'a'"):
         regard.patterns.classify(regard.weights(torch.zeros(4, 2)), threshold="a")

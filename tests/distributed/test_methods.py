@@ -82,6 +82,11 @@ def test_compiled_code_calls_a_matrix_over_ranks_between_its_graphs(ranks) -> No
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
+def test_one_graph_cannot_hold_an_exchange(ranks) -> None:
+    errors = ranks.run(2, "support.rank_methods.compiled_as_one_graph")
+    assert all("return _over_ranks(" in error for error in errors), errors
+
+
 def test_transforms_that_cannot_follow_an_exchange_are_refused_on_all_ranks(ranks) -> None:
     errors = ranks.run(2, "support.rank_methods.transformed")
     assert len(set(errors)) == 1, errors

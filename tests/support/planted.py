@@ -280,16 +280,16 @@ BUGS = [
     Bug("spans: a window visits all rows", "core/rows/questions.py", "part = self if (tiling.i0, tiling.i1) == (0, i) else self.rows(slice(tiling.i0, tiling.i1))", "part, rows = self, tile_edges(tiling.rows, tiling.i0, tiling.i1)", ("spans",)),
     Bug("heads: chosen heads of other keys share a group", "core/rows/relations.py", "if rest or owners !=", "if rest or owners is None and owners !=", ("row statistics",)),
     Bug("comparison: the textbook's logarithms are those of weights", "engines/reference.py", "_, log_w = weights_from_norm(s, norm, False)", "log_w = weights_from_norm(s, norm, False)[0].log()", ("comparison",)),
-    # core/rows/stats.py and core/rows/head_reduction.py: heads together, distances, patterns.
+    # core/rows/complete_rows.py and core/rows/head_reduction.py: heads together, distances, patterns.
     Bug("heads: the log of a mean is that of the sum", "core/rows/sources.py", "torch.where(counts, factors, 1).log(), 2, divisor=total)", "torch.where(counts, factors, 1).log(), 2)", ("row statistics",)),
     Bug("heads: a mean over all groups", "core/rows/head_shares.py", "total = factors.unflatten(1, (groups, -1)).sum(2)", "total = factors.sum(1, keepdim=True).expand(1, groups, 1, 1)", ("row statistics",)),
     Bug("heads: a mean is multiplied by a rounded share", "core/rows/head_shares.py", "y if total is None else y / total", "y if total is None else y * (1 / total)", ("row weights: heads",)),
-    Bug("heads: the entropy leaves the sink out", "core/rows/stats.py", "return rows if strip.sink is None or strip.log_sink is None else rows + _entropy(strip.sink, strip.log_sink)", "return rows", ("row statistics",)),
-    Bug("heads: keys of the largest count from the strip", "core/rows/stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
-    Bug("gather: a key outside the strip is its first", "core/rows/stats.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),
-    Bug("distances: the variance forgets its mean", "core/rows/stats.py", "return (w * (distances - mean) ** 2).sum(-1)", "return (w * distances ** 2).sum(-1)", ("row statistics",)),
-    Bug("distances: a bin holds its upper edge", "core/rows/stats.py", "(distances >= a) & (distances < z)", "(distances > a) & (distances <= z)", ("row statistics",)),
-    Bug("patterns: the induction target is the token itself", "core/rows/stats.py", "torch.where(same, order[:-1] + 1, -1)", "torch.where(same, order[:-1], -1)", ("row statistics",)),
+    Bug("heads: the entropy leaves the sink out", "core/rows/complete_rows.py", "return rows if strip.sink is None or strip.log_sink is None else rows + _entropy(strip.sink, strip.log_sink)", "return rows", ("row statistics",)),
+    Bug("heads: keys of the largest count from the strip", "core/rows/complete_rows.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
+    Bug("gather: a key outside the strip is its first", "core/rows/complete_rows.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),
+    Bug("distances: the variance forgets its mean", "core/rows/complete_rows.py", "return (w * (distances - mean) ** 2).sum(-1)", "return (w * distances ** 2).sum(-1)", ("row statistics",)),
+    Bug("distances: a bin holds its upper edge", "core/rows/complete_rows.py", "(distances >= a) & (distances < z)", "(distances > a) & (distances <= z)", ("row statistics",)),
+    Bug("patterns: the induction target is the token itself", "core/rows/complete_rows.py", "torch.where(same, order[:-1] + 1, -1)", "torch.where(same, order[:-1], -1)", ("row statistics",)),
     # kv.py and losses.py.
     Bug("kv: every key was seen by all rows", "kv.py", "return scores / (rows - before).clamp(min=1)", "return scores / rows", ("kv",)),
     Bug("kv: SnapKV smooths with a shifted window", "kv.py", "padding=kernel // 2)", "padding=kernel // 2).roll(1, -1)", ("kv",)),
@@ -314,7 +314,7 @@ BUGS = [
     Bug("chains: weights of heads are not divided by their sum", "chains.py", "(y * (share / share.sum())[:, None, None])", "(y * share[:, None, None])", ("chains",)),
     Bug("chains: value norms of the query", "chains.py", "spread = torch.matmul(layer.mT, from_rows", "spread = torch.matmul(layer.mT, _scaled(from_rows, None if norms is None else norms.mean(-2))", ("chains",)),
     Bug("chains: rows of value norms are not divided by their sum", "chains.py", "return x / torch.where(sums == 0, 1, sums)", "return x", ("chains",)),
-    Bug("chains: negative relevance counts", "core/rows/stats.py", "(relevance.clamp(min=0) if self.positive else relevance)", "relevance", ("chains",)),
+    Bug("chains: negative relevance counts", "core/rows/complete_rows.py", "(relevance.clamp(min=0) if self.positive else relevance)", "relevance", ("chains",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "return key, shared, *each", "return key, shared", ("replay",)),
     Bug("replay: a question is replayed for another matrix", "core/evaluation.py", 'key = "question", self._spec, spec,', 'key = "question", spec,', ("replay",)),

@@ -117,6 +117,12 @@ def refused(group: Any, rank: int, world: int, what: str) -> tuple[str, str]:
         elif what == "positions of their own":
             q = distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(2)])
             regard.weights(q, mesh=Shards(mesh, rows=[range(5)] if rank == 1 else None))
+        elif what == "another mesh":
+            q = distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(2)])
+            regard.weights(q, mesh=Shards(group, timeout=20)).entropy()  # the group of its own axis
+            regard.weights(q, mesh=Shards(dist.group.WORLD, timeout=20))
+        elif what == "a mesh of another kind":
+            regard.weights(distribute_tensor(torch.randn(4, 2, 5, 4), mesh, [Shard(0)]), mesh="cpu")
         elif what == "heads together":
             regard.kv.h2o(regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(1)])))
         elif what == "rows of a sharded sequence":

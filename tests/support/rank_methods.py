@@ -317,6 +317,18 @@ def compiled(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
             (shared.grad.full_tensor(), full.grad)]  # fmt: skip
 
 
+def compiled_as_one_graph(group: Any, rank: int, world: int) -> str:
+    """What is said where one graph is asked for."""
+    entropy = torch.compile(
+        lambda x: regard.weights(x, mesh=Shards(group, timeout=20)).entropy(), backend="eager", fullgraph=True
+    )
+    try:
+        entropy(torch.randn(2, 3, 5))
+        return "no error"
+    except RuntimeError as error:
+        return str(error)
+
+
 def transformed(group: Any, rank: int, world: int) -> str:
     """What is said where vmap maps a matrix over ranks."""
     try:

@@ -106,13 +106,13 @@ def expand(key: Any, shape: Sequence[int]) -> list[Any]:
     """The items of the brackets, one for every axis of `shape`: `:` for an axis that is not mentioned."""
     items = list(key) if isinstance(key, tuple) else [key]
     items = _place_words(items, len(shape))
-    if sum(item is Ellipsis for item in items) > 1:
-        raise IndexError("an index may have one ellipsis (...) only.")
+    if (ellipses := sum(item is Ellipsis for item in items)) > 1:
+        raise IndexError(f"an index may have one ellipsis (...) only; got {ellipses}.")
     if not any(item is Ellipsis for item in items):
         items.append(Ellipsis)
     mentioned = len(items) - 1
     if mentioned > len(shape):
-        raise IndexError(f"{mentioned} indices for the {len(shape)} axes {tuple(shape)}.")
+        raise IndexError(f"there are {len(shape)} axes to index, {tuple(shape)}; got {mentioned} indices.")
     where = next(n for n, item in enumerate(items) if item is Ellipsis)
     items[where : where + 1] = [slice(None)] * (len(shape) - mentioned)
     return items
@@ -125,8 +125,10 @@ def pick_axes(items: list[Any], shape: Sequence[int], tokens: tuple[Tokens | Non
         _pick(item, axis, n, names[axis], axis - len(shape))
         for axis, (item, n) in enumerate(zip(items, shape, strict=True))
     ]
-    if sum(isinstance(pick, list) for pick in picks) > 1:
-        raise IndexError("a list of positions may stand on one axis; index the rest in a second step.")
+    if (lists := sum(isinstance(pick, list) for pick in picks)) > 1:
+        raise IndexError(
+            f"a list of positions may stand on one axis; got lists on {lists}. Index the rest in a second step."
+        )
     return picks
 
 

@@ -395,7 +395,7 @@ class Weights(ArrayProtocol, Relations):
                 raise ValueError(f"{name} needs scores, and weights that were passed to from_dense have none.")
         if not names and topk is None and pool is None and mass is None and values is None:
             raise ValueError(
-                f"see() needs at least one statistic. By name: {', '.join(STATISTICS)}; "
+                f"see() needs at least one statistic; got none. By name: {', '.join(STATISTICS)}; "
                 "as keywords: topk=, pool=, mass=, values=."
             )
         if "mean_distance" in names:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.pytree import register_node
+from ..core.rows.complete_rows import ChosenKeys, RowEntropy, induction_targets
 from ..core.rows.head_profile import head_profile
 from ..core.rows.sources import Part, Strip
-from ..core.rows.stats import ChosenKeys, RowEntropy, induction_targets
 from ..core.rows.strips import DenseForm, Merge, OfParts
 from ..core.stats import Results, entropy
 from ..core.weights import Weights

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.api import check_tensors
@@ -353,7 +354,7 @@ def dtensor_weights(
 
     def check() -> tuple[Parts, list[Tensor]]:
         _need_alike(q, k, roles)
-        _check_options(options)
+        _check_options(options, q.device_mesh, roles)
         return _parts(q, k, roles), check_tensors(q=q.to_local(), k=k.to_local())
 
     if "sequence" in roles:  # a rank that raises alone would be waited for
@@ -379,13 +380,30 @@ def dtensor_weights(
     return DTensorWeights(local, layout)
 
 
-def _check_options(options: Shards) -> None:
-    """Raise ValueError where options say what DTensors say themselves."""
+def _check_options(options: Shards, mesh: DeviceMesh, roles: Sequence[int | str | None]) -> None:
+    """Raise where options say otherwise what DTensors say themselves."""
+    if not (options.mesh is None or options.mesh == mesh):
+        others = _ranks_of(options.mesh)
+        own = mesh.get_group(roles.index("sequence")) if "sequence" in roles else None
+        if own is None or others != torch.distributed.get_process_group_ranks(own):
+            raise ValueError(
+                f"DTensors say which mesh they are on, and q is on {mesh}; got a mesh= of ranks {others}. Leave mesh= "
+                "out, or redistribute q and k on that mesh."
+            )
     if options.rows is not None or options.keys is not None:
         raise ValueError(
             "DTensors say which positions a rank has; got Shards(rows=) or Shards(keys=) as well. Leave them out, or "
             "pass q.to_local() with them."
         )
+
+
+def _ranks_of(mesh: Any) -> list[int]:
+    """The ranks of a mesh or process group, in their order."""
+    if isinstance(mesh, torch.distributed.ProcessGroup):
+        return torch.distributed.get_process_group_ranks(mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, a ProcessGroup or Shards(mesh, ...); got {type(mesh).__name__}.")
+    return mesh.mesh.flatten().tolist()
 
 
 def _need_alike(q: DTensor, k: Any, roles: tuple[int | str | None, ...]) -> None:

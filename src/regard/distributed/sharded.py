@@ -15,10 +15,10 @@ from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
 from ..core.result_cache import versions_of
+from ..core.rows.complete_rows import DistanceVariance
 from ..core.rows.head_reduction import HeadReduction
 from ..core.rows.relations import row_range
 from ..core.rows.sources import RowSource
-from ..core.rows.stats import DistanceVariance
 from ..core.rows.strips import Question
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
 from ..core.torch_state import without_autocast

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..chains import rollout_rows
 from ..core.indexing import At, as_int, parse
-from ..core.rows.stats import induction_targets
+from ..core.rows.complete_rows import induction_targets
 from ..core.weights import Weights
 from .calls import LayerKind
 from .slicing import row_mean

@@ -19,9 +19,9 @@ from ..problem import Problem
 from ..pytree import flatten, unflatten
 from ..torch_state import in_functorch, is_tracing, without_autocast
 from .comparison import Comparison
+from .complete_rows import RowEntropy
 from .sources import ChosenRows, HeadRows, RowSource, ScoreRows
 from .spans import TilePool
-from .stats import RowEntropy
 from .strips import Question, need_first_order
 
 __all__ = ["fused"]

@@ -15,11 +15,11 @@ from ..inherited import named_by_class
 from ..results import TopK
 from ..torch_state import as_size
 from ..types import KeyLike, KeysLike
+from .complete_rows import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .head_shares import HeadShares
-from .questions import RowQuestions
+from .position_questions import PositionQuestions
 from .sources import HeadRows, RowSource, log_of_heads
 from .spans import PoolBy
-from .stats import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .strips import DenseForm, Question
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _INSTEAD = {
 
 
 @named_by_class
-class HeadReduction(RowQuestions):
+class HeadReduction(PositionQuestions):
     """Heads reduced to one matrix ``(..., i, j)``, or to one a group; made by `Weights.reduce_heads`.
 
     It answers what a `Weights` answers about rows, columns and blocks, and compares with other matrices. No weight is
@@ -141,7 +141,7 @@ class HeadReduction(RowQuestions):
     def __getitem__(self, key: tuple[KeysLike, KeysLike]) -> Tensor:
         """Cells of rows and columns: ``R[3, "it"]``, ``R[:, 2]``, ``R[5:8, :]``."""
         if not isinstance(key, tuple) or len(key) != 2:
-            raise IndexError("heads taken together are indexed by rows and columns: R[rows, cols].")
+            raise IndexError(f"heads taken together are indexed by rows and columns, R[rows, cols]; got {key!r}.")
         if all(isinstance(part, slice) and part == slice(None) for part in key):
             return self.dense()
         return self._grouped(self._weights[(..., *key)])  # type: ignore[index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from ...engines import get_engine
 from ..arguments import as_tiling, at_least_one, segment_flags
 from ..broadcast import MatrixShape, check_broadcast, per_cell
-from ..indexing import Tokens, as_int
+from ..indexing import Tokens
 from ..masks.algebra import Mask, as_mask
 from ..operators import NotElementwise
 from ..problem import Factors
@@ -22,9 +21,9 @@ from ..shared import Shareable, refuse_one_over_ranks
 from ..torch_state import is_tracing, without_autocast
 from ..types import EngineName, MaskLike, PoolLike, SegmentsLike
 from .comparison import Comparison, joint_batch
+from .complete_rows import ChosenKeys
 from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
-from .stats import ChosenKeys, DistanceBins, DistanceVariance, induction_targets
 from .strips import DenseForm, Question, walk_strips
 from .traced import answer, traced
 
@@ -36,8 +35,6 @@ __all__ = ["RowQuestions"]
 
 #: Tiles up to which free memory is not looked up.
 _ASSUMED_TO_FIT = 2**26
-#: No key stands so far from a query; positions minus this are an int64.
-FARTHEST = 2**62
 
 
 class RowQuestions(NotElementwise, Shareable):
@@ -69,7 +66,8 @@ class RowQuestions(NotElementwise, Shareable):
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]
         batch = joint_batch([matrix._factors.batch for matrix in matrices])
-        engines, q = [get_engine(matrix._engine) for matrix in matrices], self._factors.q
+        engines = [get_engine(matrix._engine) for matrix in matrices]
+        q = self._factors.q
         if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(engines, matrices, strict=True)):
             outputs = without_autocast(q, lambda: question.of_dense(_dense_matrices(matrices, batch, question)))
         else:
@@ -241,7 +239,8 @@ class RowQuestions(NotElementwise, Shareable):
         """Tiles of a part of the matrix, as `Weights.pool` cuts it, at the cost of its rows."""
         i, j = self.shape[-2:]
         tiling = as_tiling(pool, (i, j))
-        rows, cols = tile_edges(tiling.rows, 0, tiling.i1 - tiling.i0), tile_edges(tiling.cols, tiling.j0, tiling.j1)
+        rows = tile_edges(tiling.rows, 0, tiling.i1 - tiling.i0)
+        cols = tile_edges(tiling.cols, tiling.j0, tiling.j1)
         part = self if (tiling.i0, tiling.i1) == (0, i) else self.rows(slice(tiling.i0, tiling.i1))
         return part._pool_tiles(rows, cols, by)
 
@@ -250,7 +249,8 @@ class RowQuestions(NotElementwise, Shareable):
             raise ValueError(f"by must be {', '.join(map(repr, get_args(PoolBy)))}; got {by!r}.")
         if by == "lse" and _is_precomputed(self):
             raise ValueError("by='lse' needs scores, and weights that were passed to from_dense have none.")
-        cells, q = math.prod(self.shape[:-2]) * (len(row_edges) - 1) * (len(col_edges) - 1), self._factors.q
+        q = self._factors.q
+        cells = math.prod(self.shape[:-2]) * (len(row_edges) - 1) * (len(col_edges) - 1)
         if not is_tracing() and cells > _ASSUMED_TO_FIT:
             check_fits(cells * q.dtype.itemsize, q.device)
         merge: Any = "sum" if by == "mean" else by
@@ -299,7 +299,8 @@ class RowQuestions(NotElementwise, Shareable):
         >>> W.recall(W.cover(0.5, 2, 2), block=(2, 2))
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
         """
-        return self._ask_rows(CellMass(self._as_mask(mask, block, "recall"), False, self._factors.query_offset))[0]
+        cells = self._as_mask(mask, block, "recall")
+        return self._ask_rows(CellMass(cells, False, self._factors.query_offset))[0]
 
     def log_mass(self, mask: MaskLike, block: tuple[int, int] | None = None) -> Tensor:
         """The logarithm of `recall`, added up from log-weights: no weight is too small for it.
@@ -316,11 +317,13 @@ class RowQuestions(NotElementwise, Shareable):
         >>> regard.weights(torch.zeros(4, 2)).log_mass(lambda i, j: j == 0)
         tensor([-1.3863, -1.3863, -1.3863, -1.3863])
         """
-        return self._ask_rows(CellMass(self._as_mask(mask, block, "log_mass"), True, self._factors.query_offset))[0]
+        cells = self._as_mask(mask, block, "log_mass")
+        return self._ask_rows(CellMass(cells, True, self._factors.query_offset))[0]
 
     def _as_mask(self, mask: Any, block: tuple[int, int] | None, what: str) -> Mask:
         """A mask for this matrix, with one batch axis."""
-        outer, (i, j) = (*self._factors.batch, self._row_heads), self.shape[-2:]
+        outer = (*self._factors.batch, self._row_heads)
+        i, j = self.shape[-2:]
         offset = self._factors.query_offset
         if block is None:
             cells = as_mask(mask)
@@ -387,7 +390,8 @@ class RowQuestions(NotElementwise, Shareable):
                 [0.5000],
                 [0.0000]])
         """
-        outer, (i, j) = (*self._factors.batch, self._row_heads), (len(self._rows_here), self.shape[-1])
+        outer = (*self._factors.batch, self._row_heads)
+        i, j = len(self._rows_here), self.shape[-1]
         if not isinstance(keys, Tensor) or keys.ndim < 2 or keys.shape[-2] != i:
             got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__
             raise ValueError(
@@ -406,84 +410,6 @@ class RowQuestions(NotElementwise, Shareable):
             )
         full = torch.broadcast_to(keys, (*outer, *keys.shape[-2:])).to(self._factors.q.device)
         return self._ask_rows(ChosenKeys(full.reshape(math.prod(self._factors.batch), *full.shape[-3:])))[0]
-
-    def offset_mass(self, offset: int) -> Tensor:
-        """The weight of every row on the key that stands `offset` positions before it: 1 the previous, 0 itself.
-
-        Args:
-            offset: A whole number; negative looks ahead.
-
-        Returns:
-            ``(..., h, i)``; 0 where there is no such key.
-
-        >>> regard.weights(torch.zeros(3, 2), mask=regard.causal()).offset_mass(1)
-        tensor([0.0000, 0.5000, 0.3333])
-        """
-        if (before := as_int(offset)) is None:
-            raise ValueError(f"offset_mass(offset) takes a whole number of positions; got {offset!r}.")
-        at = self._positions("offset_mass") - max(min(before, FARTHEST), -FARTHEST)
-        at = torch.where((at >= 0) & (at < self.shape[-1]), at, -1)
-        return self.gather(at[:, None]).squeeze(-1)
-
-    def induction_mass(self, tokens: Tensor | Sequence[int | str]) -> Tensor:
-        """The weight of every row on the key after the last earlier occurrence of its token: the induction target.
-
-        Args:
-            tokens: Token of each key position, ``(j,)``: ids or strings.
-
-        Returns:
-            ``(..., h, i)``; 0 where the token did not occur before.
-
-        >>> W = regard.weights(torch.zeros(4, 2), mask=regard.causal())
-        >>> W.induction_mass(["a", "b", "c", "a"])  # the last row looks at the "b" after the first "a"
-        tensor([0.0000, 0.0000, 0.0000, 0.2500])
-        """
-        return self.gather(induction_targets(tokens, self._positions("induction_mass"))[:, None]).squeeze(-1)
-
-    def distance_variance(self) -> Tensor:
-        """The variance Σ_j w_ij (|i - j| - mean distance)² of the distance that every row looks, in positions².
-
-        Returns:
-            ``(..., h, i)``.
-
-        >>> regard.weights(torch.zeros(3, 2), mask=regard.causal()).distance_variance()
-        tensor([0.0000, 0.2500, 0.6667])
-        """
-        self._positions("distance_variance")
-        return self._ask_rows(self._distance_variance())[0]
-
-    def _distance_variance(self) -> DistanceVariance:
-        return DistanceVariance(self._factors.query_offset)
-
-    def distance_histogram(self, edges: Sequence[int] | Tensor) -> Tensor:
-        """The weight of every row by distance.
-
-        Args:
-            edges: n + 1 ascending distances; bin r holds edges[r] <= |i - j| < edges[r + 1].
-
-        Returns:
-            ``(..., h, i, n)``.
-
-        >>> regard.weights(torch.zeros(4, 2), mask=regard.causal()).distance_histogram([0, 1, 2, 4])[3]
-        tensor([0.2500, 0.2500, 0.5000])
-        """
-        self._positions("distance_histogram")
-        try:
-            bounds = torch.as_tensor(edges, device=self._factors.q.device)
-        except (TypeError, ValueError, RuntimeError):
-            bounds = torch.empty(0, device=self._factors.q.device)
-        bounds = bounds if bounds.is_floating_point() else bounds.long()  # unsigned ones have no differences
-        if bounds.ndim != 1 or len(bounds) < 2 or not (is_tracing() or bool((bounds.diff() > 0).all())):
-            raise ValueError(f"distance_histogram(edges) takes at least two ascending distances; got {edges}.")
-        return self._ask_rows(DistanceBins(bounds, self._factors.query_offset))[0]
-
-    def _positions(self, what: str) -> Tensor:
-        """Key positions of the queries, (i,)."""
-        if self._factors.offset is None:
-            raise ValueError(
-                f'{what} compares positions of queries and keys: pass align="start" or "end" to weights().'
-            )
-        return self._rows_here + self._factors.offset
 
 
 def _is_precomputed(matrix: RowQuestions) -> bool:

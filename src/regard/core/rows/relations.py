@@ -16,15 +16,15 @@ from ..problem import Factors
 from ..stats import Request
 from .head_reduction import HeadReduction
 from .head_shares import head_shares
-from .questions import RowQuestions
+from .position_questions import PositionQuestions
 from .sources import DenseRows, RowSource, ScoreRows
 from .strips import DenseForm
 
 __all__ = ["Relations", "row_range"]
 
 
-class Relations(LazyMatrix, RowQuestions):
-    """`RowQuestions` of factors."""
+class Relations(LazyMatrix, PositionQuestions):
+    """`PositionQuestions` of factors."""
 
     _heads_together: ClassVar[type[HeadReduction]] = HeadReduction
 

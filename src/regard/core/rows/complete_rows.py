@@ -1,6 +1,6 @@
 """Statistics of complete rows that are not those of single heads: of heads together, of distances, of chosen keys.
 
-Statistics that `Weights.see` names are in `stats`.
+Statistics that `Weights.see` names are in `core/stats.py`.
 """
 
 from __future__ import annotations
@@ -284,7 +284,10 @@ def induction_targets(tokens: Tensor | Sequence[Any], rows: Tensor) -> Tensor:
         numbers: dict[Any, int] = {}
         ids = torch.tensor([numbers.setdefault(token, len(numbers)) for token in tokens], device=rows.device)
     else:
-        raise TypeError("induction_mass(tokens) takes one token a key: a list of strings or ids, or a tensor (j,).")
+        got = f"a tensor {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)[:60]
+        raise TypeError(
+            f"induction_mass(tokens) takes one token a key, a list of strings or ids, or a tensor (j,); got {got}."
+        )
     if not is_tracing() and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(ids):
         raise ValueError(f"induction_mass(tokens) needs a token at the position of each query; got {len(ids)} tokens.")
     order = ids.argsort(stable=True)  # occurrences of a token stand side by side, in their order
