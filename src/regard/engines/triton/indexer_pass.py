@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ...core.scores.similarity import Product
 from ...core.stats import Request
 from . import MAX_SIZE, ENGINE, unsupported_reason
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, num_sms, padded_size, tma_descriptors
-from .kernels.indexer import cells_kernel, indexer_kernel, keys_kernel, merge_kernel, queries_kernel
+from .kernels.indexer import StripArg, cells_kernel, indexer_kernel, keys_kernel, merge_kernel, queries_kernel
 from .kernels.tile_ops import row_arg, tensor_arg
 from .launcher import INTERPRETED, launch
 from .tile_config import Config, choose_config
@@ -26,10 +27,12 @@ __all__ = ["backward", "forward_pass", "serves_heads"]
 PARTS = 32
 #: Tiles of a multiprocessor between which work is divided evenly.
 TILES_EACH = 8
+#: Blocks of rows whose programs run side by side.
+SIDE_BY_SIDE = 12
 #: Cells of dI that exist at a time: 64 MB in a 16-bit type.
 STRIP = 2**25
-#: Rows of a strip are a multiple of every block's.
-ROWS = 128
+#: Rows and keys of a strip are a multiple of this, and so of every block's.
+BLOCK = 128
 
 
 def serves_heads(problem: Problem, other: Problem | None, heads: int) -> bool:
@@ -82,6 +85,14 @@ class IndexInputs:
         norm2[..., -1] -= shares.float().reshape(-1, p.h, 1).log2()
         return norm2
 
+    def tile_config(self) -> Config:
+        """The configuration of kernels that compute tiles of both matrices."""
+        chosen = choose_config("indexer", self.teacher, self.index.d, self.index.q)
+        if "flags" not in (self.teacher.mask_format.kind, self.index.mask_format.kind):
+            return chosen
+        # Tiles of flags take registers beside the scores.
+        return replace(chosen, block_i=min(chosen.block_i, 64), block_j=min(chosen.block_j, 64), stages=min(chosen.stages, 2))
+
     def tile_args(self, config: Config) -> tuple[list[Tensor | None], dict[str, Any]]:
         """Arguments of kernels that compute tiles of both matrices, and the tensors among them."""
         p, block_d = self.teacher, padded_size(self.teacher.d, self.teacher.q)
@@ -132,7 +143,7 @@ def forward_pass(
         norm = ENGINE.compute(problem, Request(("norm",)), ("norm",), {})["norm"]
     norm2 = pair.shared_norm(norm, shares)
     b, i = pair.b, pair.i
-    config = choose_config("indexer", pair.teacher, pair.index.d, pair.index.q)
+    config = pair.tile_config()
     rows = triton.cdiv(i, config.block_i)
     parts, each = pair.parts(b * i, config, PARTS)
     states = empty(parts, b * i, 4, like=norm2, dtype=torch.float32)
@@ -141,8 +152,8 @@ def forward_pass(
 
     def launch_args() -> LaunchArgs:
         return b * rows * parts, {
-            **tile_args, "norm": norm2, "out": states, "rows": rows, "parts": parts, "blocks_each": each, "ENTROPY": entropy,
-            "FORBIDS": forbids,
+            **tile_args, "norm": norm2, "out": states, "rows": rows, "parts": parts, "blocks_each": each,
+            "side_by_side": SIDE_BY_SIDE, "ENTROPY": entropy, "FORBIDS": forbids,
         }  # fmt: skip
 
     launch(indexer_kernel, pair.key and (pair.key, config, parts, each, entropy, forbids), [*tensors, norm2, states], launch_args)
@@ -168,15 +179,21 @@ class Strip(NamedTuple):
     rows: int
 
 
-def _strips(b: int, i: int, j: int) -> Iterator[Strip]:
-    """Strips of at most STRIP cells: several sequences, or some rows of one; at least ROWS rows."""
-    if i * j <= STRIP:
-        batch = STRIP // (i * j)
+def _strips(b: int, i: int, cols: int) -> Iterator[Strip]:
+    """Strips of at most STRIP cells, but at least BLOCK rows: several sequences, or some rows of one."""
+    i = _full(i)
+    if i * cols <= STRIP:
+        batch = STRIP // (i * cols)
         yield from (Strip(first, min(batch, b - first), 0, i) for first in range(0, b, batch))
     else:
-        rows = max(1, STRIP // j // ROWS) * ROWS
+        rows = max(1, STRIP // cols // BLOCK) * BLOCK
         for n in range(b):
             yield from (Strip(n, 1, first, min(rows, i - first)) for first in range(0, i, rows))
+
+
+def _full(n: int) -> int:
+    """n rounded up to full blocks."""
+    return triton.cdiv(n, BLOCK) * BLOCK
 
 
 def backward(
@@ -191,12 +208,12 @@ def backward(
     # In half precision the gradient of a mean would underflow: rows are scaled to 1 at most, and keys back.
     scale = torch.where(of_rows.isfinite(), of_rows.abs(), 0).amax().clamp(min=1e-30)
     of_rows = of_rows / scale
-    strips = list(_strips(b, i, j))
+    strips = list(_strips(b, i, _full(j)))
     config = choose_config("indexer_keys", pair.index, pair.index.d, None)
     parts = max(1, min(triton.cdiv(strips[0].rows, config.block_i), 4 * _sms(pair.w) // (strips[0].batch * triton.cdiv(j, config.block_j))))  # fmt: skip
     dq = empty(*pair.packed.shape, like=pair.packed, dtype=pair.packed.dtype)
     dk = empty(parts, b, j, pair.index.d, like=norm2, dtype=torch.float32)
-    cells = empty(max(s.batch * s.rows for s in strips) * j, like=norm2, dtype=pair.index.q.dtype)
+    cells = empty(max(s.batch * s.rows for s in strips), _full(j), like=norm2, dtype=pair.index.q.dtype)
     for strip in strips:
         _write_cells(pair, strip, cells, norm2, factors)
         _add_to_queries(pair, strip, cells, grad, dq)
@@ -204,20 +221,20 @@ def backward(
     return dq, (dk.sum(0) * scale).unsqueeze(1)
 
 
-def _strip_args(strip: Strip) -> dict[str, int]:
-    return {"first_b": strip.first_b, "first_i": strip.first_i, "strip_rows": strip.rows}
+def _strip_arg(strip: Strip, cells: Tensor) -> StripArg:
+    return StripArg(cells, strip.first_b, strip.first_i, strip.rows, cells.shape[1])
 
 
 def _write_cells(pair: IndexInputs, strip: Strip, cells: Tensor, norm2: Tensor, factors: Tensor) -> None:
-    config = choose_config("indexer", pair.teacher, pair.index.d, pair.index.q)
+    config = pair.tile_config()
     parts, each = pair.parts(strip.batch * strip.rows, config)
     tensors, tile_args = pair.tile_args(config)
 
     def launch_args() -> LaunchArgs:
-        rows = triton.cdiv(strip.rows, config.block_i)
+        rows = triton.cdiv(min(strip.rows, pair.i - strip.first_i), config.block_i)  # a table has no row past the end
         return strip.batch * rows * parts, {
-            **tile_args, **_strip_args(strip), "norm": norm2, "factors": factors, "strip": cells, "rows": rows, "parts": parts,
-            "blocks_each": each,
+            **tile_args, "norm": norm2, "factors": factors, "strip": _strip_arg(strip, cells), "rows": rows, "parts": parts,
+            "blocks_each": each, "side_by_side": SIDE_BY_SIDE,
         }  # fmt: skip
 
     launch(cells_kernel, pair.key and (pair.key, config, strip, parts, each), [*tensors, norm2, factors, cells], launch_args)
@@ -228,9 +245,9 @@ def _add_to_queries(pair: IndexInputs, strip: Strip, cells: Tensor, grad: Tensor
     tensors, args = pair.mask_args(config, "row_table")
 
     def launch_args() -> LaunchArgs:
-        blocks = triton.cdiv(strip.rows, config.block_i)
+        blocks = triton.cdiv(min(strip.rows, pair.i - strip.first_i), config.block_i)
         return strip.batch * blocks * pair.index.h, {
-            **args, **_strip_args(strip), "w2": row_arg(pair.w), "strip": cells, "grad": grad, "out_dq": tensor_arg(dq),
+            **args, "w2": row_arg(pair.w), "strip": _strip_arg(strip, cells), "grad": grad, "out_dq": tensor_arg(dq),
             "blocks": blocks, **config.launch,
         }  # fmt: skip
 
@@ -243,7 +260,7 @@ def _add_to_keys(pair: IndexInputs, strip: Strip, cells: Tensor, of_rows: Tensor
 
     def launch_args() -> LaunchArgs:
         return strip.batch * triton.cdiv(pair.j, config.block_j) * parts, {
-            **args, **_strip_args(strip), "row_factors": row_arg(of_rows), "strip": cells, "out_dk": dk, "parts": parts,
+            **args, "row_factors": row_arg(of_rows), "strip": _strip_arg(strip, cells), "out_dk": dk, "parts": parts,
             "blocks_each": triton.cdiv(triton.cdiv(strip.rows, config.block_i), parts), "batch": pair.b, "ADD": strip.first_i > 0,
             **config.launch,
         }  # fmt: skip

@@ -9,6 +9,8 @@ their sums. Names of the index have a 2; scores are in base 2.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -33,19 +35,28 @@ from .tile_ops import (
 
 #: A smaller sum of weights has the logarithm of this one.
 TINY = tl.constexpr(1.0e-37)
-#: Blocks of rows whose programs run side by side: their queries and keys fit the L2 cache.
-ROW_BLOCKS = tl.constexpr(12)
+
+
+class StripArg(NamedTuple):
+    """Cells of `rows` rows from `i` on and `cols` keys, of sequences from `b` on."""
+
+    ptr: Any
+    b: int
+    i: int
+    rows: int
+    cols: int
 
 
 @triton.jit
-def schedule_part(rows, parts):
-    """Sequence, row block and part of its keys of this program: ROW_BLOCKS blocks side by side, the last rows first."""
+def schedule_part(rows, parts, side_by_side):
+    """Sequence, row block and part of its keys of this program: some blocks side by side, so that the queries and keys of programs
+    that run at a time fit the L2 cache; the last rows first."""
     pid = tl.program_id(0)
     b, n = pid // (rows * parts), pid % (rows * parts)
-    group = n // (ROW_BLOCKS * parts)
-    here = tl.minimum(ROW_BLOCKS, rows - group * ROW_BLOCKS)
-    n -= group * ROW_BLOCKS * parts
-    return b, rows - 1 - (group * ROW_BLOCKS + n % here), n // here
+    group = n // (side_by_side * parts)
+    here = tl.minimum(side_by_side, rows - group * side_by_side)
+    n -= group * side_by_side * parts
+    return b, rows - 1 - (group * side_by_side + n % here), n // here
 
 
 @triton.jit
@@ -98,7 +109,7 @@ def index_scores(
         x = product(q2_tile, k2_tile.T, FP32_2)
         w = tl.load(head_ptr(w2, b, h) + i.to(tl.int64) * w2.i, mask=i < sizes2.i, other=0.0)
         s += w[:, None] * relu(x)
-    shown = visible_at_all(i[:, None], j[None, :], b, sizes2.h * 0, mask2, sizes2, MASK2)
+    shown = visible_at_all(i[:, None], j[None, :], b, b * 0, mask2, sizes2, MASK2)
     return tl.where(shown, s * LOG2E, FLOOR)
 
 
@@ -119,14 +130,14 @@ def key_range(
 @triton.jit
 def indexer_kernel(
     q, k, q_desc, q_layout, k_desc, k_layout, norm, modifiers, strides, caps, mask, row_table, sizes, scale, scale2,
-    q2, k2, w2, mask2, row_table2, sizes2, out, rows, parts, blocks_each,
+    q2, k2, w2, mask2, row_table2, sizes2, out, rows, parts, blocks_each, side_by_side,
     D: tl.constexpr, D2: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_2: tl.constexpr, TMA: tl.constexpr, ENTROPY: tl.constexpr, FORBIDS: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
 ):  # fmt: skip
     """The state of BLOCK_I rows over one part of their keys. ENTROPY: 1 for kl, 0 for the cross-entropy; FORBIDS: the index
     may hide what the teacher sees."""
-    b, block, part = schedule_part(rows, parts)
+    b, block, part = schedule_part(rows, parts, side_by_side)
     start = block * BLOCK_I
     i = start + tl.arange(0, BLOCK_I)
     d, d2 = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D2)
@@ -167,7 +178,7 @@ def merge_kernel(
     l = tl.zeros([BLOCK], tl.float32)
     x, total = l, l
     for part in range(0, parts):
-        at = states + 4 * (part * rows.to(tl.int64) + row)
+        at = states + 4 * (part * tl.cast(rows, tl.int64) + row)
         part_m, part_l = tl.load(at, mask=there, other=EMPTY_MAX), tl.load(at + 1, mask=there, other=0.0)
         part_x, part_total = tl.load(at + 2, mask=there, other=0.0), tl.load(at + 3, mask=there, other=0.0)
         new = tl.maximum(m, part_m)
@@ -192,23 +203,23 @@ def merge_kernel(
 
 
 @triton.jit
-def strip_ptr(strip, b, i, j, first_b, first_i, strip_rows, J):
-    """Pointers to cells of a strip: rows from `first_i` on of sequences from `first_b` on, contiguous."""
-    return strip + ((b - first_b).to(tl.int64) * strip_rows + (i - first_i)) * J + j
+def strip_ptr(strip, b, i, j):
+    """Pointers to cells of a strip. Its rows and keys fill whole blocks: none is left out, and those past the ends do not count."""
+    return strip.ptr + ((b - strip.b).to(tl.int64) * strip.rows + (i - strip.i)) * strip.cols + j
 
 
 @triton.jit
 def cells_kernel(
     q, k, q_desc, q_layout, k_desc, k_layout, norm, modifiers, strides, caps, mask, row_table, sizes, scale, scale2,
-    q2, k2, w2, mask2, row_table2, sizes2, factors, strip, first_b, first_i, strip_rows, rows, parts, blocks_each,
+    q2, k2, w2, mask2, row_table2, sizes2, factors, strip, rows, parts, blocks_each, side_by_side,
     D: tl.constexpr, D2: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_2: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
 ):  # fmt: skip
     """dI of BLOCK_I rows of a strip and one part of the keys; also 0 where no row sees the tile."""
-    b, block, part = schedule_part(rows, parts)
-    b += first_b
-    start = first_i + block * BLOCK_I
+    b, block, part = schedule_part(rows, parts, side_by_side)
+    b += strip.b
+    start = strip.i + block * BLOCK_I
     i = start + tl.arange(0, BLOCK_I)
     d, d2 = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D2)
     row = factors + 4 * (b.to(tl.int64) * sizes.i + i)
@@ -217,21 +228,20 @@ def cells_kernel(
     begin, end = key_range(start, b, row_table, mask, sizes, row_table2, mask2, sizes2, MASK, MASK2, BLOCK_I, BLOCK_J)
     for n in range(part * blocks_each, tl.minimum((part + 1) * blocks_each, tl.cdiv(sizes.j, BLOCK_J))):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-        at = strip_ptr(strip, b, i[:, None], j[None, :], first_b, first_i, strip_rows, sizes.j)
-        inside = (i < tl.minimum(sizes.i, first_i + strip_rows))[:, None] & (j < sizes.j)[None, :]
+        at = strip_ptr(strip, b, i[:, None], j[None, :])
         if (n >= begin) & (n < end):
             t, seen = sum_of_heads(q, k, q_desc, q_layout, k_desc, k_layout, norm, modifiers, strides, caps, mask, sizes, i, j, d, b, start, n * BLOCK_J, scale, scale2, D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA)  # fmt: skip
             k2_tile = load_tile(k2, b, b * 0, j, d2, sizes2.j, D2, True)
             s = index_scores(q2, k2_tile, w2, mask2, sizes2, i, j, d2, b, D2, MASK2, FP32_2)
             ds = tl.exp2(s - m[:, None] - log2l[:, None]) * c[:, None] - t * r[:, None]
-            tl.store(at, ds.to(strip.dtype.element_ty), mask=inside)
+            tl.store(at, ds.to(strip.ptr.dtype.element_ty))
         else:
-            tl.store(at, tl.zeros([BLOCK_I, BLOCK_J], tl.float32).to(strip.dtype.element_ty), mask=inside)
+            tl.store(at, tl.zeros([BLOCK_I, BLOCK_J], tl.float32).to(strip.ptr.dtype.element_ty))
 
 
 @triton.jit
 def queries_kernel(
-    q2, k2, w2, strip, first_b, first_i, strip_rows, grad, out_dq, row_table, mask, sizes, row_table2, mask2, sizes2, blocks,
+    q2, k2, w2, strip, grad, out_dq, row_table, mask, sizes, row_table2, mask2, sizes2, blocks,
     D2: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, FP32_2: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D2: tl.constexpr,
 ):  # fmt: skip
@@ -239,8 +249,8 @@ def queries_kernel(
     pid = tl.program_id(0)
     h = pid % sizes2.h
     block = blocks - 1 - pid // sizes2.h % blocks
-    b = first_b + pid // (sizes2.h * blocks)
-    start = first_i + block * BLOCK_I
+    b = strip.b + pid // (sizes2.h * blocks)
+    start = strip.i + block * BLOCK_I
     i, d2 = start + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D2)
     q2_tile = load_tile(q2, b, h, i, d2, sizes2.i, D2, True)
     dq = tl.zeros([BLOCK_I, BLOCK_D2], tl.float32)
@@ -248,13 +258,13 @@ def queries_kernel(
     begin, end = key_range(start, b, row_table, mask, sizes, row_table2, mask2, sizes2, MASK, MASK2, BLOCK_I, BLOCK_J)
     for n in range(begin, end):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-        at = strip_ptr(strip, b, i[:, None], j[None, :], first_b, first_i, strip_rows, sizes.j)
-        inside = (i < tl.minimum(sizes.i, first_i + strip_rows))[:, None] & (j < sizes.j)[None, :]
-        ds = tl.load(at, mask=inside, other=0.0)
+        at = strip_ptr(strip, b, i[:, None], j[None, :])
+        ds = tl.load(at).to(tl.float32)
         k2_tile = load_tile(k2, b, b * 0, j, d2, sizes2.j, D2, True)
         x = product(q2_tile, k2_tile.T, FP32_2)
-        dw += tl.sum(ds.to(tl.float32) * relu(x), 1)
-        dq = add_product(tl.where(x <= 0.0, 0.0, ds.to(tl.float32)).to(k2_tile.dtype), k2_tile, dq, FP32_2)
+        ds = tl.where(x <= 0.0, 0.0, ds)
+        dw += tl.sum(ds * x, 1)
+        dq = add_product(ds.to(k2_tile.dtype), k2_tile, dq, FP32_2)
     there = i < sizes.i
     g = tl.load(grad + b.to(tl.int64) * sizes.i + i, mask=there, other=0.0)
     w = tl.load(head_ptr(w2, b, h) + i.to(tl.int64) * w2.i, mask=there, other=0.0)
@@ -266,7 +276,7 @@ def queries_kernel(
 
 @triton.jit
 def keys_kernel(
-    q2, k2, row_factors, strip, first_b, first_i, strip_rows, out_dk, key_table, mask, sizes, key_table2, mask2, sizes2, parts,
+    q2, k2, row_factors, strip, out_dk, key_table, mask, sizes, key_table2, mask2, sizes2, parts,
     blocks_each, batch, D2: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, FP32_2: tl.constexpr, ADD: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D2: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +284,7 @@ def keys_kernel(
     pid = tl.program_id(0)
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     part, block = pid % parts, pid // parts % blocks
-    b = first_b + pid // (parts * blocks)
+    b = strip.b + pid // (parts * blocks)
     start = block * BLOCK_J
     j, d2 = start + tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_D2)
     k2_tile = load_tile(k2, b, b * 0, j, d2, sizes2.j, D2, True)
@@ -282,13 +292,11 @@ def keys_kernel(
     first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     first2, full_from2, full_to2, past2 = row_blocks(start, b, key_table2, mask2, sizes2, MASK2, BLOCK_I, BLOCK_J)
     begin, _, _, end = range_of_both(first, full_from, full_to, past, first2, full_from2, full_to2, past2, True)
-    first_block = first_i // BLOCK_I + part * blocks_each
-    last_block = tl.minimum(first_block + blocks_each, tl.cdiv(first_i + strip_rows, BLOCK_I))
+    first_block = strip.i // BLOCK_I + part * blocks_each
+    last_block = tl.minimum(first_block + blocks_each, tl.cdiv(strip.i + strip.rows, BLOCK_I))
     for r in range(tl.maximum(begin, first_block), tl.minimum(end, last_block)):
         i = r * BLOCK_I + tl.arange(0, BLOCK_I)
-        at = strip_ptr(strip, b, i[None, :], j[:, None], first_b, first_i, strip_rows, sizes.j)
-        inside = (i < tl.minimum(sizes.i, first_i + strip_rows))[None, :] & (j < sizes.j)[:, None]
-        ds = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        ds = tl.load(strip_ptr(strip, b, i[None, :], j[:, None])).to(tl.float32)
         for n in range(0, sizes2.h):
             h = n + b * 0
             q2_tile = load_tile(q2, b, h, i, d2, sizes2.i, D2, True)
@@ -303,4 +311,4 @@ def keys_kernel(
     tl.store(at, dk, mask=there)
 
 
-__all__ = ["cells_kernel", "indexer_kernel", "keys_kernel", "merge_kernel", "queries_kernel"]
+__all__ = ["StripArg", "cells_kernel", "indexer_kernel", "keys_kernel", "merge_kernel", "queries_kernel"]
