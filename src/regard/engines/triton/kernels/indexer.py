@@ -127,7 +127,7 @@ def key_range(
     return begin, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "parts", "blocks_each", "side_by_side"))
 def indexer_kernel(
     q, k, q_desc, q_layout, k_desc, k_layout, norm, modifiers, strides, caps, mask, row_table, sizes, scale, scale2,
     q2, k2, w2, mask2, row_table2, sizes2, out, rows, parts, blocks_each, side_by_side,
@@ -167,7 +167,7 @@ def indexer_kernel(
     tl.store(at + 3, total, mask=i < sizes.i)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "parts"))
 def merge_kernel(
     states, out, out_factors, rows, parts, ENTROPY: tl.constexpr, DIVIDED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -208,7 +208,7 @@ def strip_ptr(strip, b, i, j):
     return strip.ptr + ((b - strip.b).to(tl.int64) * strip.rows + (i - strip.i)) * strip.cols + j
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "parts", "blocks_each", "side_by_side"))
 def cells_kernel(
     q, k, q_desc, q_layout, k_desc, k_layout, norm, modifiers, strides, caps, mask, row_table, sizes, scale, scale2,
     q2, k2, w2, mask2, row_table2, sizes2, factors, strip, rows, parts, blocks_each, side_by_side,
@@ -239,7 +239,7 @@ def cells_kernel(
             tl.store(at, tl.zeros([BLOCK_I, BLOCK_J], tl.float32).to(strip.ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("blocks",))
 def queries_kernel(
     q2, k2, w2, strip, grad, out_dq, row_table, mask, sizes, row_table2, mask2, sizes2, blocks,
     D2: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, FP32_2: tl.constexpr,
@@ -274,7 +274,7 @@ def queries_kernel(
     tl.store(packed + (sizes2.h * D2 + h) * out_dq.j, (dw * g).to(out_dq.ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("parts", "blocks_each"))
 def keys_kernel(
     q2, k2, row_factors, strip, out_dk, key_table, mask, sizes, key_table2, mask2, sizes2, parts,
     blocks_each, batch, D2: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, FP32_2: tl.constexpr, ADD: tl.constexpr,
