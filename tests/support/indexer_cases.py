@@ -90,7 +90,7 @@ CASES = {
 }
 
 
-def asked(case: IndexerCase, leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+def compared(case: IndexerCase, leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The measure of every row and gradients of the index for a fixed seed."""
     leaves = [x.detach().requires_grad_(n > 1) for n, x in enumerate(leaves)]
     rows = case.rows(leaves)
@@ -101,7 +101,7 @@ def asked(case: IndexerCase, leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor
 def judged(case: IndexerCase, dtype: torch.dtype, device: str = "cpu", times: int = 1) -> None:
     """Compare rows and gradients by kernels with float64 by strips; `times`: the call is repeated, to be replayed."""
     leaves = [x.to(device, dtype) for x in case.leaves()]
-    want, exact = asked(case, [x.double() for x in leaves])
+    want, exact = compared(case, [x.double() for x in leaves])
     finite = want.isfinite()
     # Roundings of a score count as much as it is large, tensor cores in three TF32 products.
     size = max(1.0, float(_largest_score(leaves)))
@@ -114,13 +114,16 @@ def judged(case: IndexerCase, dtype: torch.dtype, device: str = "cpu", times: in
         off = (got.double() - want)[finite].abs() - 2e-6 * want[finite].abs()
         assert off.numel() == 0 or off.max() <= 2e-6 * size, f"rows are off by {float(off.max()):.3g} of {size:.3g}"
         for name, g, e in zip(("q", "k", "w"), grads, exact, strict=True):
-            assert g.dtype == dtype and not g.isnan().any(), f"d{name}: {g.dtype}, {int(g.isnan().sum())} nan"
+            assert g.dtype == dtype
+            assert not g.isnan().any(), f"d{name}: {int(g.isnan().sum())} nan"
             e = e.double()
             # dI is rounded to the inputs' type before its product, and the sum of the products after it.
             error = float((g.double() - e).norm() / e.norm().clamp(min=1e-30))
             assert error <= 2 * ROUNDOFF[dtype] * max(1, size / 4096), f"d{name} is off by {error:.3g}"
             worst = float((g.double() - e).abs().max() / e.abs().max().clamp(min=1e-30))
-            assert worst <= 4 * ROUNDOFF[dtype] * max(1, size / 4096), f"a cell of d{name} is off by {worst:.3g} of the largest"
+            assert worst <= 4 * ROUNDOFF[dtype] * max(1, size / 4096), (
+                f"a cell of d{name} is off by {worst:.3g} of the largest"
+            )
 
 
 def _largest_score(leaves: list[Tensor]) -> Tensor:
@@ -130,19 +133,19 @@ def _largest_score(leaves: list[Tensor]) -> Tensor:
 
 def _watched(case: IndexerCase, leaves: list[Tensor], calls: list[str]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The answers, and which functions of the pass gave them."""
-    whole = {name: getattr(indexer_pass, name) for name in ("forward_pass", "backward")}
+    functions = {name: getattr(indexer_pass, name) for name in ("forward_pass", "backward")}
 
     def watch(name: str) -> Any:
         def called(*args: Any) -> Any:
             calls.append(name)
-            return whole[name](*args)
+            return functions[name](*args)
 
         return called
 
     try:
-        for name in whole:
+        for name in functions:
             setattr(indexer_pass, name, watch(name))
-        return asked(case, leaves)
+        return compared(case, leaves)
     finally:
-        for name, function in whole.items():
+        for name, function in functions.items():
             setattr(indexer_pass, name, function)

@@ -14,7 +14,7 @@ from ...core.problem import Problem
 from ...core.pytree import replace_fields
 from ...core.scores.similarity import Product
 from ...core.stats import Request
-from . import MAX_SIZE, ENGINE, unsupported_reason
+from . import ENGINE, MAX_SIZE, unsupported_reason
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, num_sms, padded_size, tma_descriptors
 from .kernels.indexer import StripArg, cells_kernel, indexer_kernel, keys_kernel, merge_kernel, queries_kernel
 from .kernels.tile_ops import row_arg, tensor_arg
@@ -91,7 +91,9 @@ class IndexInputs:
         if "flags" not in (self.teacher.mask_format.kind, self.index.mask_format.kind):
             return chosen
         # Tiles of flags take registers beside the scores.
-        return replace(chosen, block_i=min(chosen.block_i, 64), block_j=min(chosen.block_j, 64), stages=min(chosen.stages, 2))
+        return replace(
+            chosen, block_i=min(chosen.block_i, 64), block_j=min(chosen.block_j, 64), stages=min(chosen.stages, 2)
+        )
 
     def tile_args(self, config: Config) -> tuple[list[Tensor | None], dict[str, Any]]:
         """Arguments of kernels that compute tiles of both matrices, and the tensors among them."""
@@ -99,7 +101,9 @@ class IndexInputs:
         tma, (q, k, *_), (q_layout, k_layout, *_) = _descriptors(p, config, block_d)
         common = p.common_args
         tensors, args = self.mask_args(config, "row_table")
-        args |= {name: common[name] for name in ("modifiers", "strides", "caps", "scale", "scale2", "D", "MODIFIERS", "FP32")}
+        args |= {
+            name: common[name] for name in ("modifiers", "strides", "caps", "scale", "scale2", "D", "MODIFIERS", "FP32")
+        }
         args |= {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": q, "k_desc": k, "q_layout": q_layout, "k_layout": k_layout,
             "w2": row_arg(self.w), "SCALE_FOLDED": p.scale_folded, "TMA": tma, "BLOCK_D": block_d, **config.launch,
@@ -156,7 +160,12 @@ def forward_pass(
             "side_by_side": SIDE_BY_SIDE, "ENTROPY": entropy, "FORBIDS": forbids,
         }  # fmt: skip
 
-    launch(indexer_kernel, pair.key and (pair.key, config, parts, each, entropy, forbids), [*tensors, norm2, states], launch_args)
+    launch(
+        indexer_kernel,
+        pair.key and (pair.key, config, parts, each, entropy, forbids),
+        [*tensors, norm2, states],
+        launch_args,
+    )
     value = empty(b, 1, i, like=norm2, dtype=torch.float32)
     factors = empty(b, i, 4, like=norm2, dtype=torch.float32)
 
@@ -170,7 +179,7 @@ def forward_pass(
     return value, [norm2, factors]
 
 
-class Strip(NamedTuple):
+class StripRows(NamedTuple):
     """Some rows of some sequences."""
 
     first_b: int
@@ -179,16 +188,16 @@ class Strip(NamedTuple):
     rows: int
 
 
-def _strips(b: int, i: int, cols: int) -> Iterator[Strip]:
+def _strips(b: int, i: int, cols: int) -> Iterator[StripRows]:
     """Strips of at most STRIP cells, but at least BLOCK rows: several sequences, or some rows of one."""
     i = _full(i)
     if i * cols <= STRIP:
         batch = STRIP // (i * cols)
-        yield from (Strip(first, min(batch, b - first), 0, i) for first in range(0, b, batch))
+        yield from (StripRows(first, min(batch, b - first), 0, i) for first in range(0, b, batch))
     else:
         rows = max(1, STRIP // cols // BLOCK) * BLOCK
         for n in range(b):
-            yield from (Strip(n, 1, first, min(rows, i - first)) for first in range(0, i, rows))
+            yield from (StripRows(n, 1, first, min(rows, i - first)) for first in range(0, i, rows))
 
 
 def _full(n: int) -> int:
@@ -221,11 +230,11 @@ def backward(
     return dq, (dk.sum(0) * scale).unsqueeze(1)
 
 
-def _strip_arg(strip: Strip, cells: Tensor) -> StripArg:
+def _strip_arg(strip: StripRows, cells: Tensor) -> StripArg:
     return StripArg(cells, strip.first_b, strip.first_i, strip.rows, cells.shape[1])
 
 
-def _write_cells(pair: IndexInputs, strip: Strip, cells: Tensor, norm2: Tensor, factors: Tensor) -> None:
+def _write_cells(pair: IndexInputs, strip: StripRows, cells: Tensor, norm2: Tensor, factors: Tensor) -> None:
     config = pair.tile_config()
     parts, each = pair.parts(strip.batch * strip.rows, config)
     tensors, tile_args = pair.tile_args(config)
@@ -237,10 +246,15 @@ def _write_cells(pair: IndexInputs, strip: Strip, cells: Tensor, norm2: Tensor, 
             "blocks_each": each, "side_by_side": SIDE_BY_SIDE,
         }  # fmt: skip
 
-    launch(cells_kernel, pair.key and (pair.key, config, strip, parts, each), [*tensors, norm2, factors, cells], launch_args)
+    launch(
+        cells_kernel,
+        pair.key and (pair.key, config, strip, parts, each),
+        [*tensors, norm2, factors, cells],
+        launch_args,
+    )
 
 
-def _add_to_queries(pair: IndexInputs, strip: Strip, cells: Tensor, grad: Tensor, dq: Tensor) -> None:
+def _add_to_queries(pair: IndexInputs, strip: StripRows, cells: Tensor, grad: Tensor, dq: Tensor) -> None:
     config = choose_config("indexer_queries", pair.index, pair.index.d, None)
     tensors, args = pair.mask_args(config, "row_table")
 
@@ -254,7 +268,7 @@ def _add_to_queries(pair: IndexInputs, strip: Strip, cells: Tensor, grad: Tensor
     launch(queries_kernel, pair.key and (pair.key, config, strip), [*tensors, cells, grad, dq], launch_args)
 
 
-def _add_to_keys(pair: IndexInputs, strip: Strip, cells: Tensor, of_rows: Tensor, dk: Tensor, parts: int) -> None:
+def _add_to_keys(pair: IndexInputs, strip: StripRows, cells: Tensor, of_rows: Tensor, dk: Tensor, parts: int) -> None:
     config = choose_config("indexer_keys", pair.index, pair.index.d, None)
     tensors, args = pair.mask_args(config, "key_table")
 

@@ -121,9 +121,7 @@ def key_range(
     """Key blocks that the rows from `start` on see in either matrix."""
     first, full_from, full_to, past = key_blocks_of_all(start, b, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     first2, full_from2, full_to2, past2 = key_blocks_of_all(start, b, row_table2, mask2, sizes2, MASK2, BLOCK_I, BLOCK_J)  # fmt: skip
-    begin, _, _, end = range_of_both(
-        first, full_from, full_to, past, first2, full_from2, full_to2, past2, True
-    )
+    begin, _, _, end = range_of_both(first, full_from, full_to, past, first2, full_from2, full_to2, past2, True)
     return begin, end
 
 
