@@ -68,7 +68,7 @@ ARROWS: dict[str, set[str]] = {
     "core.online_softmax": {"core.block", "core.problem", "core.stats"},
     "engines": {
         "core.block", "core.masks.intervals", "core.masks.kinds", "core.online_softmax", "core.problem", "core.pytree",
-        "core.scores.kinds", "core.stats", "core.torch_state",
+        "core.scores.kinds", "core.scores.similarity", "core.stats", "core.torch_state",
     },
     "core.distance_grads": {"core.problem", "core.pytree", "core.stats", "engines"},
     "core.autograd": {

@@ -24,13 +24,14 @@ from regard.engines.triton import (
     comparison_pass,
     decode_pass,
     forward_pass,
+    indexer_pass,
     kernel_inputs,
     mask_args,
     profile_pass,
     tile_config,
     topk_pass,
 )
-from support import comparison_cases, kernel_cases, profile_cases
+from support import comparison_cases, indexer_cases, kernel_cases, profile_cases
 
 torch.set_num_threads(1)
 np.seterr(all="ignore")  # empty rows divide by 0, and are told so; what comes out is judged
@@ -151,10 +152,27 @@ def _wrong_profiles(part: int, of: int) -> int:
     return wrong
 
 
+def _wrong_indexers(part: int, of: int) -> int:
+    """Losses of indexers, in tiles of two shapes; gradients from one strip and from several."""
+    wrong, strip = 0, (indexer_pass.STRIP, indexer_pass.BLOCK)
+    for n, (name, case) in list(enumerate(indexer_cases.CASES.items()))[part::of]:
+        tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
+        indexer_pass.STRIP, indexer_pass.BLOCK = (900, 32) if n % 3 else strip
+        torch.manual_seed(n)
+        try:
+            indexer_cases.judged(case, (torch.float32, torch.float16)[n // 2 % 2])
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {error} [indexer, {name}]")
+    tile_config.forced.clear()
+    indexer_pass.STRIP, indexer_pass.BLOCK = strip
+    return wrong
+
+
 def main(part: int, of: int) -> int:
-    profile_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = topk_pass.empty = (
-        forward_pass.empty
-    ) = kernel_inputs.empty = poisoned
+    profile_pass.empty = indexer_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = (
+        topk_pass.empty
+    ) = forward_pass.empty = kernel_inputs.empty = poisoned
     intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
@@ -170,6 +188,7 @@ def main(part: int, of: int) -> int:
     wrong += _wrong_of_few_rows(part, of)
     wrong += _wrong_comparisons(part, of)
     wrong += _wrong_profiles(part, of)
+    wrong += _wrong_indexers(part, of)
     if part == 1:
         tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1)
         wrong += kernel_cases.count_wrong_topk_of_long_rows((torch.float16,))

@@ -77,11 +77,16 @@ def _compare_pair(problems: tuple[Problem, Problem], measure: str) -> Tensor | N
 
 def _kernels(problems: tuple[Problem, Problem]) -> Any:
     """The module that compares two matrices on their device."""
-    if problems[0].q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if _on_cpu(problems[0]):
         return compiled
     from ...engines.triton import comparison_pass
 
     return comparison_pass
+
+
+def _on_cpu(problem: Problem) -> bool:
+    """Whether compiled tiles serve the device; Triton's interpreter takes the place of a GPU in tests."""
+    return problem.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 class _ComparisonNode(torch.autograd.Function):
@@ -143,16 +148,26 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
         return None
     if second is not None and (not _only_queries_and_keys(second) or second.shape[1] not in (1, heads.shape[1])):
         return None
-    if not head_rows.serves_heads(problem, second):
+    kernels = _kernels_of_heads(problem)
+    if not kernels.serves_heads(problem, second, heads.shape[1]):
         return None
     shares = heads.shares.normalized()
     if second is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(second)[1]):
         args = (problem, rows.norm, shares, heads.shape[1], second, measure, divided)
-        value = without_autocast(problem.q, lambda: head_rows.forward_pass(*args)[0])
+        value = without_autocast(problem.q, lambda: kernels.forward_pass(*args)[0])
         # A mean of kernels adds up rounded shares: of heads that are all on one key it may be an ulp above 1.
         return value.clamp(min=0) if measure == "entropy" and heads.shares.total is not None else value
     spec, tensors = flatten((problem, rows.norm, shares, second))
     return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
+
+
+def _kernels_of_heads(problem: Problem) -> Any:
+    """The module that takes heads together on their device."""
+    if _on_cpu(problem):
+        return head_rows
+    from ...engines.triton import indexer_pass
+
+    return indexer_pass
 
 
 class _HeadComparisonNode(torch.autograd.Function):
@@ -161,8 +176,9 @@ class _HeadComparisonNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Any, heads: int, measure: str, divided: bool, *tensors: Tensor) -> Tensor:
         problem, norm, shares, other = unflatten(spec, list(tensors))
+        kernels = _kernels_of_heads(problem)
         value, saved = without_autocast(
-            tensors[0], lambda: head_rows.forward_pass(problem, norm, shares, heads, other, measure, divided)
+            tensors[0], lambda: kernels.forward_pass(problem, norm, shares, heads, other, measure, divided)
         )
         ctx.spec, ctx.divided, ctx.count = spec, divided, len(tensors)
         ctx.save_for_backward(*tensors, *saved)
@@ -174,7 +190,8 @@ class _HeadComparisonNode(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         tensors, rest = saved[: ctx.count], saved[ctx.count :]
         problem, _, shares, other = unflatten(ctx.spec, tensors)
-        grads = without_autocast(grad, lambda: head_rows.backward(problem, shares, other, ctx.divided, rest, grad))
+        kernels = _kernels_of_heads(problem)
+        grads = without_autocast(grad, lambda: kernels.backward(problem, shares, other, ctx.divided, rest, grad))
         outputs: list[Tensor | None] = [None] * ctx.count
         first = ctx.count - len(flatten(other)[1])
         for n, g in zip((first, first + 1), grads, strict=True):

@@ -15,7 +15,7 @@ __all__ = ["backward", "forward_pass", "serves_heads"]
 CHUNKS = 4
 
 
-def serves_heads(problem: Problem, other: Problem | None) -> bool:
+def serves_heads(problem: Problem, other: Problem | None, heads: int) -> bool:
     """Whether the kernels can add up these heads and, if there is one, compare them with another matrix.
 
     The other matrix must show what the heads show: then no key is forbidden, and tiles are those of the heads' norm.

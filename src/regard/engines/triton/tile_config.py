@@ -67,6 +67,14 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("profile", 64): Config(64, 64, 4, 3, registers=168),  # three programs at a time
     ("profile", 128): Config(64, 64, 4, 3),
     ("profile", 256): Config(64, 64, 4, 2),
+    # The teacher's heads and an index: by shared memory and registers, as compiled for sm_90. `queries` and `keys`: sums of dI.
+    ("indexer", 64): Config(128, 128, 8, 3),
+    ("indexer", 128): Config(128, 128, 8, 3),
+    ("indexer", 256): Config(64, 64, 4, 2),
+    ("indexer_queries", 128): Config(128, 128, 8, 2, tma=False),
+    ("indexer_queries", 256): Config(64, 64, 4, 1, tma=False),
+    ("indexer_keys", 128): Config(128, 128, 8, 2, tma=False),
+    ("indexer_keys", 256): Config(64, 64, 4, 1, tma=False),
     # With z = Wᵀ u, a second product.
     ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
     ("columns_with_u", 128): Config(64, 64, 4, 3),
@@ -106,6 +114,7 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("column_pass", 128): Config(64, 32, 4, 1, tma=False),
     ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
     ("topk", 128): Config(64, 64, 4, 1, tma=False),
+    ("indexer", 128): Config(64, 64, 8, 2, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
