@@ -97,7 +97,7 @@ GLUON: dict[tuple[str, int], Config] = {
     ("compare", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
     ("compare_sums", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
     ("compare_queries", 128): Config(128, 64, 4, 3, gluon=True, registers=168),
-    ("compare_keys", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
+    ("compare_keys", 128): Config(32, 128, 4, 6, gluon=True, registers=168),
 }
 GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 #: Kernels whose loop spills as some versions compile it.
