@@ -17,3 +17,9 @@ def test_a_measure_and_its_gradients_are_those_of_float64(
     d: int, d2: int, n: int, dtype: torch.dtype, masks: str, measure: str
 ) -> None:
     PairOnGpu(masks, (4, 4), (2, 4), (d, d2), n).judge(measure, dtype)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("broken", ["bias", "gradient"])
+def test_a_row_of_nan_reaches_the_keys_that_it_sees_and_no_other(measure: str, broken: str) -> None:
+    comparison_cases.judged_where_a_row_is_nan(measure, broken, "cuda")

@@ -96,6 +96,31 @@ def judged(name: str, measure: str) -> None:
         torch.testing.assert_close(g, e.float(), rtol=1e-5, atol=1e-5 * max(1.0, float(e.abs().max())))
 
 
+def judged_where_a_row_is_nan(measure: str, broken: str, device: str = "cpu", engine: str = "auto") -> None:
+    """A row of nan, by its scores in the second matrix or by its gradient, reaches the keys that it sees and no other."""
+    cells = (torch.arange(37)[:, None] + torch.arange(37)).to(device) % 3 > 0
+    for masks in ((regard.causal(), regard.causal()), (regard.window(3, 0), regard.causal()), (cells, cells)):
+        leaves = [torch.randn(1, 2, 37, 8, device=device).requires_grad_() for _ in range(4)]
+        nan = torch.zeros(1, 2, 37, device=device)
+        nan[0, 1, 5] = torch.nan
+        second = regard.ScaledDot().bias(nan[..., None]) if broken == "bias" else regard.ScaledDot()
+        pair = [
+            regard.weights(*leaves[2 * n : 2 * n + 2], mask=mask, score=score, engine=engine)
+            for n, (mask, score) in enumerate(zip(masks, (regard.ScaledDot(), second), strict=True))
+        ]
+        rows = getattr(pair[0], measure)(pair[1])
+        assert torch.equal(rows.isnan(), nan.isnan() & (broken == "bias"))
+        grads = torch.autograd.grad((rows * (1 + nan) if broken == "gradient" else rows).sum(), leaves)
+        seen = [W.detach()[:, :, 5].nan_to_num(1) > 0 for W in pair]
+        for n, (g, keys) in enumerate(zip(grads[1::2], seen, strict=True)):
+            here = g.isnan().any(-1)  # b h j
+            assert not here[0, 0].any()
+            # Of a weight of nan min and sign are no nan in the gradient of the other.
+            of_all = broken == "gradient" or n == 1
+            hit = here[0, 1] & keys[0, 1] if not of_all else keys[0, 1]
+            assert torch.equal(here[0, 1], hit), f"keys of matrix {n}, {measure}, nan {broken}, {masks[0]!r}"
+
+
 class PairOnGpu:
     """Two matrices on a GPU, and their judge: heads, key heads and sizes of each, and their masks."""
 
