@@ -17,7 +17,7 @@ from regard.core.rows import traced as traced_rows
 from regard.core.rows.fused import fused
 from regard.engines import numba
 from regard.engines.numba import comparison, head_rows, tile_pool
-from support.comparison_cases import CASES, MEASURES, judged, some_cells
+from support.comparison_cases import CASES, MEASURES, judged, judged_where_a_row_is_nan, some_cells
 
 pytestmark = pytest.mark.skipif(numba.load() is None, reason="needs numba and the symbols of PyTorch's library")
 
@@ -48,6 +48,13 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_a_measure_and_its_gradients_are_the_textbooks(name: str, measure: str, answers: list[bool]) -> None:
     judged(name, measure)
     assert answers == [True]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("broken", ["bias", "gradient"])
+def test_a_row_of_nan_reaches_the_keys_that_it_sees_and_no_other(measure: str, broken: str, answers: list[bool]) -> None:
+    judged_where_a_row_is_nan(measure, broken)
+    assert all(answers)
 
 
 @pytest.mark.parametrize("measure", ["kl", "js"])

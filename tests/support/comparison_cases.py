@@ -10,6 +10,15 @@ from torch import Tensor
 import regard
 
 MEASURES = ("kl", "cross_entropy", "js", "overlap", "total_variation")
+#: Masks of both matrices on a GPU.
+MASKS = {
+    "none": (None, None),
+    "causal": (regard.causal(), regard.causal()),
+    "window": (regard.window(90, 0), regard.causal()),
+    "forbidden": (None, regard.window(700, 130)),
+}
+#: Of the inputs' type: ds is rounded to it before its product, and the sum of the products after it.
+ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def some_cells(i: int, j: int) -> Tensor:
@@ -85,3 +94,86 @@ def judged(name: str, measure: str) -> None:
     for g, e in zip(grads, exact, strict=True):
         e = torch.nan_to_num(e)  # the textbook's gradient beside an infinite row
         torch.testing.assert_close(g, e.float(), rtol=1e-5, atol=1e-5 * max(1.0, float(e.abs().max())))
+
+
+def judged_where_a_row_is_nan(measure: str, broken: str, device: str = "cpu", engine: str = "auto") -> None:
+    """A row of nan, by its scores in the second matrix or by its gradient, reaches the keys that it sees and no other."""
+    cells = (torch.arange(37)[:, None] + torch.arange(37)).to(device) % 3 > 0
+    for masks in ((regard.causal(), regard.causal()), (regard.window(3, 0), regard.causal()), (cells, cells)):
+        leaves = [torch.randn(1, 2, 37, 8, device=device).requires_grad_() for _ in range(4)]
+        nan = torch.zeros(1, 2, 37, device=device)
+        nan[0, 1, 5] = torch.nan
+        second = regard.ScaledDot().bias(nan[..., None]) if broken == "bias" else regard.ScaledDot()
+        pair = [
+            regard.weights(*leaves[2 * n : 2 * n + 2], mask=mask, score=score, engine=engine)
+            for n, (mask, score) in enumerate(zip(masks, (regard.ScaledDot(), second), strict=True))
+        ]
+        rows = getattr(pair[0], measure)(pair[1])
+        assert torch.equal(rows.isnan(), nan.isnan() & (broken == "bias"))
+        grads = torch.autograd.grad((rows * (1 + nan) if broken == "gradient" else rows).sum(), leaves)
+        seen = [W.detach()[:, :, 5].nan_to_num(1) > 0 for W in pair]
+        for n, (g, keys) in enumerate(zip(grads[1::2], seen, strict=True)):
+            here = g.isnan().any(-1)  # b h j
+            assert not here[0, 0].any()
+            # Of a weight of nan min and sign are no nan in the gradient of the other.
+            of_all = broken == "gradient" or n == 1
+            hit = here[0, 1] & keys[0, 1] if not of_all else keys[0, 1]
+            assert torch.equal(here[0, 1], hit), f"keys of matrix {n}, {measure}, nan {broken}, {masks[0]!r}"
+
+
+class PairOnGpu:
+    """Two matrices on a GPU, and their judge: heads, key heads and sizes of each, and their masks."""
+
+    def __init__(self, masks: str, heads: tuple[int, int], key_heads: tuple[int, int], sizes: tuple[int, int], n: int, batch: int = 2, scale: float = 1.0) -> None:  # fmt: skip
+        self.masks, self.heads, self.key_heads, self.sizes, self.n = MASKS[masks], heads, key_heads, sizes, n
+        self.batch, self.scale = batch, scale
+
+    def draw(self, dtype: torch.dtype) -> list[Tensor]:
+        return [
+            (torch.randn(self.batch, h, self.n, d, device="cuda") * factor).to(dtype)
+            for d, *both in zip(self.sizes, self.heads, self.key_heads, strict=True)
+            for h, factor in zip(both, (self.scale, 1.0), strict=True)
+        ]
+
+    def matrices(self, leaves: list[Tensor], engine: str = "auto") -> list[regard.Weights]:
+        return [
+            regard.weights(*leaves[2 * n : 2 * n + 2], mask=mask, engine=engine) for n, mask in enumerate(self.masks)
+        ]
+
+    def compared(self, leaves: list[Tensor], measure: str, seed: Tensor, engine: str = "auto") -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """The measure, and its gradients for a seed that is 0 in infinite rows."""
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        first, second = self.matrices(leaves, engine)
+        rows = getattr(first, measure)(second)
+        finite = seed != 0
+        return rows.detach(), torch.autograd.grad(rows[finite], leaves, seed.to(rows.dtype)[finite])
+
+    def judge(self, measure: str, dtype: torch.dtype, times: int = 3) -> list[tuple[float, float]]:
+        """Judge a measure by float64. Returns for each gradient its error and the bound: in float32 twice that of the textbook's
+        formulas in float32."""
+        leaves = self.draw(dtype)
+        exact = [x.double() for x in leaves]
+        with torch.no_grad():
+            first, second = self.matrices(exact, "reference")
+            want, p, q = getattr(first, measure)(second), first.dense(), second.dense()
+        finite = want.isfinite()
+        seed = torch.linspace(-1, 2, want.numel(), dtype=torch.float64, device="cuda").reshape(want.shape) * finite
+        if measure in (
+            "overlap",
+            "total_variation",
+        ):  # a sign that rounding decides, of one cell, is 1e-3 of a gradient
+            seed = seed * ((p - q).abs() > 2.0**-18 * torch.maximum(p, q)).logical_or((p == 0) & (q == 0)).all(-1)
+        want, exact_grads = self.compared(exact, measure, seed, "reference")
+        bounds = [2 * ROUNDOFF[dtype]] * 4 if dtype in ROUNDOFF else [
+            2 * float((g.double() - e).norm() / e.norm())
+            for g, e in zip(self.compared(leaves, measure, seed, "reference")[1], exact_grads, strict=True)
+        ]  # fmt: skip
+        errors = [0.0] * 4
+        for _ in range(times):  # computed, recorded, replayed
+            got, grads = self.compared(leaves, measure, seed)
+            assert torch.equal(got.isfinite(), finite)
+            torch.testing.assert_close(got[finite], want[finite].float(), rtol=2e-5, atol=2e-5)
+            here = [float((g.double() - e).norm() / e.norm()) for g, e in zip(grads, exact_grads, strict=True)]
+            errors = [max(pair) for pair in zip(errors, here, strict=True)]
+        assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
+        return list(zip(errors, bounds, strict=True))

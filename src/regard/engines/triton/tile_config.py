@@ -101,6 +101,11 @@ GLUON: dict[tuple[str, int], Config] = {
     ("dkdv", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
     ("dq", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
     ("dq", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
+    # Two matrices, by the larger of their sizes.
+    ("compare", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
+    ("compare_sums", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
+    ("compare_queries", 128): Config(128, 64, 4, 3, gluon=True, registers=168),
+    ("compare_keys", 128): Config(32, 128, 4, 6, gluon=True, registers=168),
 }
 GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 #: Kernels whose loop spills as some versions compile it.
@@ -139,9 +144,12 @@ PAIRS: dict[tuple[str, int], Config] = {
     ("compare", 64): Config(128, 64, 8, 3, tma=False),
     ("compare", 128): Config(128, 64, 8, 3, tma=False),
     ("compare", 256): Config(64, 32, 4, 2, tma=False),
-    ("compare_rows", 64): Config(64, 64, 4, 2, tma=False),
-    ("compare_rows", 128): Config(128, 64, 8, 2, tma=False),
-    ("compare_rows", 256): Config(64, 32, 8, 1, tma=False),
+    ("compare_sums", 64): Config(128, 64, 8, 3, tma=False),
+    ("compare_sums", 128): Config(128, 64, 8, 3, tma=False),
+    ("compare_sums", 256): Config(64, 32, 4, 2, tma=False),
+    ("compare_queries", 64): Config(64, 64, 4, 2, tma=False),
+    ("compare_queries", 128): Config(128, 64, 8, 2, tma=False),
+    ("compare_queries", 256): Config(64, 32, 8, 1, tma=False),
     ("compare_keys", 64): Config(64, 64, 4, 2, tma=False),
     ("compare_keys", 128): Config(32, 128, 8, 3, tma=False),
     ("compare_keys", 256): Config(32, 64, 8, 1, tma=False),
@@ -224,18 +232,23 @@ def gluon_config(
     return planned if p.single_tma_loop(planned) and fits(planned) else None
 
 
-def choose_pair_config(kernel: str, first: Any, second: Any) -> Config:
-    """The configuration of a kernel for two prepared problems."""
-    if (own := forced.get(kernel) or forced.get("any")) is not None:
-        record_launch(None, [])  # a replay must not outlive a forced configuration
-        return own
+def choose_pair_config(kernel: str, first: Any, second: Any, fits: Callable[[Config], bool] | None = None) -> Config:
+    """The configuration of a kernel for two prepared problems. `fits`: as for `choose_config`."""
     size = max(first.d, second.d)
     narrow = _hopper(first.q.device) and not (
         first.fp32 or second.fp32 or "bias" in first.modifier_kinds + second.modifier_kinds
     )
-    chosen = _first(PAIRS, kernel, size) if narrow else _first(PLAIN, "any", size)
-    assert chosen is not None, (kernel, size)
-    return chosen
+    plain = _first(PAIRS, kernel, size) if narrow else _first(PLAIN, "any", size)
+    assert plain is not None, (kernel, size)
+
+    def in_gluon(config: Config | None) -> bool:
+        return config is not None and narrow and fits is not None and _runs_gluon(first.q.device) and fits(config)
+
+    if (own := forced.get(kernel) or forced.get("any")) is not None:
+        record_launch(None, [])  # a replay must not outlive a forced configuration
+        return plain if own.gluon and not in_gluon(own) else own
+    planned = _first(GLUON, kernel, size)
+    return planned if planned is not None and in_gluon(planned) else plain
 
 
 def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Config | None:

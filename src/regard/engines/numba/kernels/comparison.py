@@ -181,6 +181,9 @@ def add_gradients(T, S, scratch, chunk, b, h, i0, rows):
             a, a2, p, p2 = terms(T, S, scratch, b, h, i0, r, j0, cols)
             centre_(a, p, cols, g[r], delta[r])
             centre_(a2, p2, cols, g[r], delta2[r])
+            if is_nan(g[r]) or is_nan(delta[r]) or is_nan(delta2[r]):
+                clear_hidden_(T, a, scratch + 2 * tile, cols, b, h, i0 + r, j0)
+                clear_hidden_(S, a2, scratch + 2 * tile, cols, b, h, i0 + r, j0)
             slopes = scratch + 2 * tile + 8 * T.block_j
             scale_by_slopes_(T, a, cols, slopes)
             scale_by_slopes_(S, a2, cols, slopes + 4 * T.block_j)
@@ -235,6 +238,22 @@ def finish_scores(P, at, slopes, cols, b, h, i, j0):
             s[shown:a] = NEGATIVE_INFINITY
             shown = z
     s[shown:cols] = NEGATIVE_INFINITY
+
+
+@njit
+def is_nan(x):
+    return x != x
+
+
+@njit
+def clear_hidden_(P, grads, at, cols, b, h, i, j0):
+    """Zeros at the hidden keys of one row: if it is nan, 0 · nan would reach them. Its scores are computed again, into `at`."""
+    tile_products(P, at, b, h, i, 1, j0, cols)
+    finish_scores(P, at, 0, cols, b, h, i, j0)
+    s = carray(floats_at(at), cols)
+    for j in range(cols):
+        if s[j] == NEGATIVE_INFINITY:
+            grads[j] = f32(0)
 
 
 @njit
