@@ -40,7 +40,8 @@ def heads_of_tile(
     """
     p = tl.zeros([i.shape[0], j.shape[0]], tl.float32)
     next_m2, next_log2l = load_norm2(norm, b, first, i, sizes, SCALE_FOLDED)
-    for h in range(first, first + count):
+    for n in range(0, count):
+        h = first + n
         # Past the end of a head TMA reads the next one: such rows have weight 0, such keys are hidden.
         q_tile = load_block(q, q_desc, q_layout, b, h, start_i, i, d, sizes.i, D, TMA, True)
         k_tile = load_block(k, k_desc, k_layout, b, h // sizes.k_group, start_j, j, d, sizes.j, D, TMA, True)
@@ -106,7 +107,8 @@ def finish_entropy_kernel(
         x += tl.load(sums + (at * splits + split).to(tl.int64) * sizes.i + i, mask=i < sizes.i, other=0.0)
     if SINK:
         p = tl.zeros([BLOCK_I], tl.float32)
-        for h in range(group * count, (group + 1) * count):
+        for n in range(0, count):
+            h = group * count + n
             m2, log2l = load_norm2(norm, b, h, i, sizes, SCALE_FOLDED)
             sink2 = tl.load(head_ptr(sink, b, h)).to(tl.float32) * LOG2E
             w = tl.exp2(log_weight(sink2, m2, log2l, 1.0, SCALE_FOLDED))
@@ -121,17 +123,19 @@ def finish_entropy_kernel(
 
 @triton.jit
 def tiles_kernel(
-    q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, total, modifiers, strides, caps, mask, row_table, out, sizes, groups, row_block,
-    row_blocks, key_block, key_blocks, j0, scale, scale2, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
+    q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, total, modifiers, strides, caps, mask, row_table, out, sizes, groups,
+    i0, rows, j0, cols, scale, scale2, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
     SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr, TMA: tl.constexpr, BY: tl.constexpr, HEAD_MASK: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The cells of one tile, into `out` (b, g, i, j), whose first row is that of `row_block` and whose first key is j0."""
+    """One tile of the finished matrix, for `rows` rows from i0 on and `cols` keys from j0 on: `out` (b, g, rows, cols)."""
+    key_blocks = tl.cdiv(j0 + cols, BLOCK_J) - j0 // BLOCK_J
+    row_blocks = tl.cdiv(i0 + rows, BLOCK_I) - i0 // BLOCK_I
     pid = tl.program_id(0)
-    n, block = key_block + pid % key_blocks, pid // key_blocks % row_blocks
+    n, block = j0 // BLOCK_J + pid % key_blocks, i0 // BLOCK_I + pid // key_blocks % row_blocks
     at = pid // (key_blocks * row_blocks)
     b, group, count = at // groups, at % groups, sizes.h // groups
-    start = (row_block + block) * BLOCK_I
+    start = block * BLOCK_I
     i, j, d = start + tl.arange(0, BLOCK_I), n * BLOCK_J + tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_D)
     first, _, _, past = key_blocks_of_all(start, b, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     shown = tl.where((n >= first) & (n < past), count, 0)
@@ -141,8 +145,9 @@ def tiles_kernel(
     )  # fmt: skip
     if BY == "mean":
         p = tl.div_rn(p, tl.load(total + group))
-    cell = head_ptr(out, b, group) + (i - row_block * BLOCK_I).to(tl.int64)[:, None] * out.i + (j - j0)[None, :]
-    tl.store(cell, p, mask=(i[:, None] < sizes.i) & (j[None, :] >= j0) & (j[None, :] < j0 + out.i))
+    row = at.to(tl.int64) * rows + (i - i0)
+    inside = (i >= i0) & (i < i0 + rows)
+    tl.store(out + row[:, None] * cols + (j - j0)[None, :], p, mask=inside[:, None] & (j >= j0)[None, :] & (j < j0 + cols)[None, :])
 
 
 __all__ = ["entropy_kernel", "finish_entropy_kernel", "heads_of_tile", "tiles_kernel"]
