@@ -90,6 +90,8 @@ GLUON: dict[tuple[str, int], Config] = {
     ("forward", 256): Config(128, 64, 4, 2, gluon=True, registers=168),
     ("column_pass", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
     ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
+    ("head_rows", 64): Config(128, 128, 4, 4, gluon=True, registers=168),
+    ("head_rows", 128): Config(128, 128, 4, 3, gluon=True, registers=168),
     # All gradients of products in one pass.
     ("backward", 64): Config(128, 128, 4, 2, gluon=True, registers=168),
     ("backward", 128): Config(64, 128, 4, 2, gluon=True, registers=168),
@@ -242,7 +244,7 @@ def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Conf
 
 def _tile_width(kernel: str, size: int) -> int:
     """The width of a tile in Gluon. Passes that own rows fill up what is narrower: the copy engine writes zeros past the end of a row."""
-    if kernel not in ("forward", "shared_kv", "dq"):
+    if kernel not in ("forward", "shared_kv", "dq", "head_rows"):
         return size
     return 64 if size <= 64 else 128 if size <= 128 else 256
 

@@ -67,16 +67,22 @@ def log2_of_total(total, group, BY: tl.constexpr):
 
 
 @triton.jit
+def work_item(n, sizes, groups, splits, BLOCK_I: tl.constexpr):
+    """Sequence, group of heads, first row and split of item n. The last rows come first: under a causal mask they take longest."""
+    blocks = tl.cdiv(sizes.i, BLOCK_I)
+    at = n // (splits * blocks)
+    return at // groups, at % groups, (blocks - 1 - n // splits % blocks) * BLOCK_I, n % splits
+
+
+@triton.jit
 def entropy_kernel(
     q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, total, modifiers, strides, caps, mask, row_table, out, sizes, groups, splits,
     scale, scale2, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr,
     TMA: tl.constexpr, BY: tl.constexpr, HEAD_MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Σ_j p (log₂ total − log₂ p) of BLOCK_I rows over every `splits`-th key block, p not divided yet: (b, g, splits, i)."""
-    blocks, pid = tl.cdiv(sizes.i, BLOCK_I), tl.program_id(0)
-    split, block, group = pid % splits, blocks - 1 - pid // splits % blocks, pid // (splits * blocks)  # long rows first
-    b, group = group // groups, group % groups
-    start, count = block * BLOCK_I, sizes.h // groups
+    b, group, start, split = work_item(tl.program_id(0), sizes, groups, splits, BLOCK_I)
+    count = sizes.h // groups
     i, d = start + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
     log2t = log2_of_total(total, group, BY)
     x = tl.zeros([BLOCK_I], tl.float32)
