@@ -160,9 +160,7 @@ def _of_heads(kernels: Any, heads: HeadRows, question: Question) -> list[Tensor]
     if needs_grad or not (asks_entropy or (question.dense_form == "weights" and not question.counts_sink)):
         return None
     factors, total = (None, None) if shares is None else (shares.factors, shares.total)
-    matrix = without_autocast(
-        like, lambda: kernels.HeadInputs(rows.problem, rows.norm, heads.shape[1], factors, total)
-    )
+    matrix = without_autocast(like, lambda: kernels.HeadInputs(rows.problem, rows.norm, heads.shape[1], factors, total))
     if asks_entropy:
         return [without_autocast(like, lambda: kernels.entropy(matrix))]
     return without_autocast(like, lambda: walk_tiles(heads, question, lambda *part: kernels.tiles(matrix, *part)))

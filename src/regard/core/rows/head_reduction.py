@@ -119,7 +119,14 @@ class HeadReduction(RowQuestions):
         """Whether kernels of a GPU may answer a question of such tensors."""
         W = self._weights
         precomputed = W._factors.score.precomputed is not None
-        if engine.name != "auto" or precomputed or self._shared or not W._remembers or not is_replayed_device(W._factors.q) or is_tracing():
+        if (
+            engine.name != "auto"
+            or precomputed
+            or self._shared
+            or not W._remembers
+            or not is_replayed_device(W._factors.q)
+            or is_tracing()
+        ):
             return False
         return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*W._leaves, *tensors)))
 

@@ -60,7 +60,7 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         raise TypeError(
             f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
         )
-    elif (
+    if (
         weights.shape != (heads,)
         or weights.is_complex()
         or not (  # a graph reads no number back

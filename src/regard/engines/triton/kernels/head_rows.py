@@ -153,7 +153,11 @@ def tiles_kernel(
         p = tl.div_rn(p, tl.load(total + group))
     row = at.to(tl.int64) * rows + (i - i0)
     inside = (i >= i0) & (i < i0 + rows)
-    tl.store(out + row[:, None] * cols + (j - j0)[None, :], p, mask=inside[:, None] & (j >= j0)[None, :] & (j < j0 + cols)[None, :])
+    tl.store(
+        out + row[:, None] * cols + (j - j0)[None, :],
+        p,
+        mask=inside[:, None] & (j >= j0)[None, :] & (j < j0 + cols)[None, :],
+    )
 
 
 __all__ = ["entropy_kernel", "finish_entropy_kernel", "heads_of_tile", "tiles_kernel"]
