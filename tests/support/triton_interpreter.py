@@ -24,6 +24,7 @@ from regard.engines.triton import (
     comparison_pass,
     decode_pass,
     forward_pass,
+    head_rows_pass,
     indexer_pass,
     kernel_inputs,
     mask_args,
@@ -31,7 +32,7 @@ from regard.engines.triton import (
     tile_config,
     topk_pass,
 )
-from support import comparison_cases, indexer_cases, kernel_cases, profile_cases
+from support import comparison_cases, head_cases, indexer_cases, kernel_cases, profile_cases
 
 torch.set_num_threads(1)
 np.seterr(all="ignore")  # empty rows divide by 0, and are told so; what comes out is judged
@@ -172,6 +173,20 @@ def _wrong_indexers(part: int, of: int) -> int:
     return wrong
 
 
+def heads_together(part: int, of: int) -> int:
+    """Heads taken together, in tiles that are taller than wide and wider than tall."""
+    head_rows_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
+    wrong = 0
+    for n, name in list(enumerate(head_cases.CASES))[part::of]:
+        tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
+        try:
+            head_cases.judged(name, (torch.float32, torch.float16)[n // 2 % 2])
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {error} [heads together, {name}]")
+    return int(wrong > 0)
+
+
 def main(part: int, of: int) -> int:
     profile_pass.empty = indexer_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = (
         topk_pass.empty
@@ -222,4 +237,4 @@ def main(part: int, of: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit((heads_together if "heads" in sys.argv else main)(int(sys.argv[1]), int(sys.argv[2])))

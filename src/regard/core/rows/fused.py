@@ -22,7 +22,7 @@ from .comparison import Comparison
 from .complete_rows import RowEntropy
 from .sources import ChosenRows, HeadRows, RowSource, ScoreRows
 from .spans import TilePool
-from .strips import Question, need_first_order
+from .strips import Question, need_first_order, walk_tiles
 
 __all__ = ["fused"]
 
@@ -36,6 +36,8 @@ def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | No
         first, second = sources
         if isinstance(second, ScoreRows):
             value = _try_compare(first, second, question.measure)
+    elif isinstance(sources[0], HeadRows) and (kernels := _kernels_of_heads(sources[0])) is not None:
+        return _of_heads(kernels, sources[0], question)
     elif isinstance(question, RowEntropy) and isinstance(sources[0], HeadRows):
         value = _compare_heads(sources[0], None, "entropy", divided=False)
     elif isinstance(question, TilePool) and isinstance(sources[0], ScoreRows):
@@ -132,6 +134,36 @@ def _pooled(rows: ScoreRows, question: TilePool) -> Tensor | None:
         return None
     args = (rows.norm, question.row_edges, question.col_edges, question.by)
     return without_autocast(problem.q, lambda: tile_pool.pooled(problem, *args))
+
+
+# Heads together on a GPU.
+
+
+def _kernels_of_heads(heads: HeadRows) -> Any | None:
+    """The module that adds up the heads of a matrix on a GPU; None where strips or compiled tiles do. No gradients."""
+    rows = heads.heads
+    if not isinstance(rows, ScoreRows) or (torch.is_grad_enabled() and any(t.requires_grad for t in flatten(heads)[1])):
+        return None
+    if _on_cpu(rows.problem):
+        return None
+    from ...engines.triton import head_rows_pass
+
+    return head_rows_pass if heads.shape[0] == rows.shape[0] and head_rows_pass.serves_heads(rows.problem) else None
+
+
+def _of_heads(kernels: Any, heads: HeadRows, question: Question) -> list[Tensor] | None:
+    """The entropy by a kernel of its own; any other statistic of weights from tiles of the finished matrix."""
+    rows, shares = heads.heads, heads.shares
+    assert isinstance(rows, ScoreRows)
+    like, asks_entropy = rows.problem.q, isinstance(question, RowEntropy)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in flatten(question)[1])
+    if needs_grad or not (asks_entropy or (question.dense_form == "weights" and not question.counts_sink)):
+        return None
+    factors, total = (None, None) if shares is None else (shares.factors, shares.total)
+    matrix = without_autocast(like, lambda: kernels.HeadInputs(rows.problem, rows.norm, heads.shape[1], factors, total))
+    if asks_entropy:
+        return [without_autocast(like, lambda: kernels.entropy(matrix))]
+    return without_autocast(like, lambda: walk_tiles(heads, question, lambda *part: kernels.tiles(matrix, *part)))
 
 
 # Heads together, and another matrix.

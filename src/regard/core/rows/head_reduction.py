@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ...engines import Engine, get_engine
+from ...engines.replay import is_replayed_device, replay_or_record
 from ..arguments import as_values, at_least_one, chosen_keys
 from ..broadcast import check_broadcast
 from ..inherited import named_by_class
+from ..pytree import flatten
 from ..results import TopK
-from ..torch_state import as_size
+from ..stats import Request
+from ..torch_state import as_size, is_tracing
 from ..types import KeyLike, KeysLike
 from .complete_rows import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .head_shares import HeadShares
@@ -97,6 +101,34 @@ class HeadReduction(PositionQuestions):
 
     def _answer_rows(self, sources: list[RowSource], question: Question, plain: bool) -> list[Tensor]:
         return self._weights._answer_rows(sources, question, plain)
+
+    def _ask_rows(self, question: Question, *others: RowQuestions) -> list[Tensor]:
+        """On a GPU the norm of the heads is kept by their matrix, and a question that comes again is replayed."""
+        W, engine = self._weights, get_engine(self._engine)
+        spec, tensors = flatten((question, self._shares))
+        if others or not self._is_by_gpu_kernels(engine, tensors):
+            return super()._ask_rows(question, *others)
+        norm = W._ask(Request(("norm",)))["norm"]
+        if not W._is_replayed(W._factors, engine):
+            return super()._ask_rows(question)
+        key = "heads", W._spec, spec, self._size, self._one_head, engine.name
+        read = [*W._leaves, *tensors, norm]
+        return replay_or_record(key, read, lambda: super(HeadReduction, self)._ask_rows(question))
+
+    def _is_by_gpu_kernels(self, engine: Engine, tensors: list[Tensor]) -> bool:
+        """Whether kernels of a GPU may answer a question of such tensors."""
+        W = self._weights
+        precomputed = W._factors.score.precomputed is not None
+        if (
+            engine.name != "auto"
+            or precomputed
+            or self._shared
+            or not W._remembers
+            or not is_replayed_device(W._factors.q)
+            or is_tracing()
+        ):
+            return False
+        return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*W._leaves, *tensors)))
 
     @property
     def _rows_here(self) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..block import take
 from ..pytree import register_node
-from ..scores.kinds import upcast
 from ..torch_state import is_tracing
 
 __all__ = ["HeadShares", "head_shares"]
@@ -51,14 +50,17 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
     """The shares of heads that `reduce_heads` was asked for."""
     if by == "max":
         raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
-    if weights is None:
-        weights = torch.ones(heads, device=q.device)
-    elif not isinstance(weights, Tensor):
+    dtype = torch.promote_types(q.dtype, torch.float32)  # results have the matrix's type
+    if weights is None:  # nothing is checked, so no number is read back from a GPU
+        ones = torch.ones(1, heads, 1, 1, dtype=dtype, device=q.device)
+        total = torch.full((1, groups, 1, 1), heads // groups, dtype=dtype, device=q.device) if by == "mean" else None
+        return HeadShares(ones, total)
+    if not isinstance(weights, Tensor):
         got = type(weights).__name__
         raise TypeError(
             f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
         )
-    elif (
+    if (
         weights.shape != (heads,)
         or weights.is_complex()
         or not (  # a graph reads no number back
@@ -66,7 +68,7 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         )
     ):
         raise ValueError(f"reduce_heads(weights=) takes a finite number >= 0 for each of {heads} heads; got {weights}.")
-    factors = weights.to(q.device, upcast(q[..., :0]).dtype).reshape(1, heads, 1, 1)  # results have the matrix's type
+    factors = weights.to(q.device, dtype).reshape(1, heads, 1, 1)
     if by != "mean":
         return HeadShares(factors, None)
     total = factors.unflatten(1, (groups, -1)).sum(2)

@@ -29,6 +29,7 @@ __all__ = [
     "RowSource",
     "ScoreRows",
     "Strip",
+    "WeightStrip",
     "log_of_heads",
     "safe_lse",
 ]
@@ -140,7 +141,7 @@ class _FinishedStrip(Strip):
         return self._s
 
 
-class _WeightStrip(Strip):
+class WeightStrip(Strip):
     """Rows of weights that exist already."""
 
     def __init__(self, w: Tensor) -> None:
@@ -371,7 +372,7 @@ class DenseRows:
         return replace_fields(self, weights=part.block.take(_pick(self.weights, part.batch, part.heads)))
 
     def strip(self, part: Part, visible: Tensor | None) -> Strip:
-        return _WeightStrip(upcast(self.weights))
+        return WeightStrip(upcast(self.weights))
 
 
 @register_node

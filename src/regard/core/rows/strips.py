@@ -18,7 +18,7 @@ from ..block import MatrixBlock
 from ..masks.intervals import KeyIntervals
 from ..pytree import flatten, unflatten
 from ..torch_state import in_functorch, without_autocast
-from .sources import Part, RowSource, Strip
+from .sources import Part, RowSource, Strip, WeightStrip
 
 __all__ = [
     "DenseForm",
@@ -31,11 +31,14 @@ __all__ = [
     "need_first_order",
     "unowned",
     "walk_strips",
+    "walk_tiles",
 ]
 
 #: How many weights a strip may hold, all matrices together: a part of the cache of a CPU core; enough to fill a GPU.
 STRIP_NUMBERS = 2**19
 STRIP_NUMBERS_GPU = 2**26
+#: The same for weights that a kernel writes, of which nothing else is made for a strip but what a question takes.
+TILE_NUMBERS = 2**24
 #: Rows of a strip that a head gets before heads are walked one by one, and rows that a mask's strip may have.
 FEWEST_ROWS, TALLEST_MASKED = 64, 256
 
@@ -143,17 +146,36 @@ def add_strips(
     n = first - 1
     for n, (part, visible) in enumerate(_parts(sources), first):
         strips = [source.cut(part).strip(part, v) for source, v in zip(sources, visible, strict=True)]
-        for (value, where), total, owner, merge in zip(
-            question.of_strip(strips, place(part)), totals, owners, question.merges, strict=True
-        ):
-            so_far = total[where]
-            if owner is not None:
-                larger = (value > so_far) | value.isnan()
-                owner[where] = owner[where].masked_fill(larger, n)
-                total[where] = torch.where(larger, value, so_far)
-            else:
-                total[where] = torch.logaddexp(so_far, value) if merge == "lse" else so_far + value
+        _add_strip(question, question.of_strip(strips, place(part)), totals, owners, n)
     return n + 1
+
+
+def _add_strip(
+    question: Question, values: list[tuple[Tensor, tuple[Any, ...]]], totals: list[Tensor],
+    owners: list[Tensor | None], n: int,
+) -> None:  # fmt: skip
+    """Merge the values of strip n into the totals."""
+    for (value, where), total, owner, merge in zip(values, totals, owners, question.merges, strict=True):
+        so_far = total[where]
+        if owner is not None:
+            larger = (value > so_far) | value.isnan()
+            owner[where] = owner[where].masked_fill(larger, n)
+            total[where] = torch.where(larger, value, so_far)
+        else:
+            total[where] = torch.logaddexp(so_far, value) if merge == "lse" else so_far + value
+
+
+def walk_tiles(source: RowSource, question: Question, tiles: Callable[[slice, slice], Tensor]) -> list[Tensor]:
+    """The outputs of a question to a matrix whose weights `tiles(rows, keys)` computes, of all its heads at once."""
+    b, h, i, j = source.shape
+    totals = question.totals(source.shape, source.like)
+    owners = unowned(question, totals)
+    height = max(1, TILE_NUMBERS // max(1, b * h * j))
+    for n, start in enumerate(range(0, i, height)):
+        rows, keys = slice(start, min(i, start + height)), slice(0, j)
+        part = Part(slice(0, b), slice(0, h), MatrixBlock(rows, keys, source.offset, source.like.device))
+        _add_strip(question, question.of_strip([WeightStrip(tiles(rows, keys))], part), totals, owners, n)
+    return totals
 
 
 def _backward(

@@ -75,6 +75,10 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("indexer_queries", 256): Config(64, 64, 4, 1, tma=False),
     ("indexer_keys", 128): Config(128, 128, 8, 2, tma=False),
     ("indexer_keys", 256): Config(64, 64, 4, 1, tma=False),
+    # Heads together: the sum over heads and the scores of one of them are in registers, and both tiles of every head come from L2.
+    ("head_rows", 64): Config(128, 128, 8, 3),
+    ("head_rows", 128): Config(128, 128, 8, 3),
+    ("head_rows", 256): Config(128, 64, 8, 2),
     # With z = Wᵀ u, a second product.
     ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
     ("columns_with_u", 128): Config(64, 64, 4, 3),
@@ -94,6 +98,8 @@ GLUON: dict[tuple[str, int], Config] = {
     ("forward", 256): Config(128, 64, 4, 2, gluon=True, registers=168),
     ("column_pass", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
     ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
+    ("head_rows", 64): Config(128, 128, 4, 4, gluon=True, registers=168),
+    ("head_rows", 128): Config(128, 128, 4, 3, gluon=True, registers=168),
     # All gradients of products in one pass.
     ("backward", 64): Config(128, 128, 4, 2, gluon=True, registers=168),
     ("backward", 128): Config(64, 128, 4, 2, gluon=True, registers=168),
@@ -120,6 +126,8 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
     ("topk", 128): Config(64, 64, 4, 1, tma=False),
     ("indexer", 128): Config(64, 64, 8, 2, tma=False),
+    ("head_rows", 64): Config(64, 64, 4, 1, tma=False),
+    ("head_rows", 128): Config(64, 32, 4, 1, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
@@ -258,7 +266,7 @@ def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Conf
 
 def _tile_width(kernel: str, size: int) -> int:
     """The width of a tile in Gluon. Passes that own rows fill up what is narrower: the copy engine writes zeros past the end of a row."""
-    if kernel not in ("forward", "shared_kv", "dq"):
+    if kernel not in ("forward", "shared_kv", "dq", "head_rows"):
         return size
     return 64 if size <= 64 else 128 if size <= 128 else 256
 

@@ -1,0 +1,156 @@
+"""Heads taken together on the GPU: from a problem to kernel arguments, and from outputs to results."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...core.problem import Problem
+from ...core.stats import Request
+from . import ENGINE, unsupported_reason
+from .kernel_inputs import KernelInputs, LaunchArgs, empty, new_tile_counter, num_sms, padded_size, tma_descriptors
+from .kernels.head_rows import entropy_kernel, finish_entropy_kernel, tiles_kernel
+from .kernels.tile_ops import TensorArg, tensor_arg, tma_fits_heads
+from .launcher import INTERPRETED, launch
+from .tile_config import Config, choose_config
+
+__all__ = ["HeadInputs", "entropy", "serves_heads", "tiles"]
+
+#: Items of work for each multiprocessor: the last ones leave few of them idle.
+ITEMS = 16
+#: Rows of a program of `finish_entropy_kernel`.
+FINISHED_ROWS = 128
+
+
+def serves_heads(problem: Problem) -> bool:
+    """Whether the kernels can add up these heads."""
+    product = problem.similarity_kernel.kernel_op == "product"
+    there = 0 not in (*problem.shape, problem.q.shape[-1])
+    return product and there and unsupported_reason(problem, Request(("norm",))) is None
+
+
+class HeadInputs:
+    """A problem, its norm and the shares of its heads as kernel arguments.
+
+    `factors` has one number a head, in groups of as many adjacent heads each; `total` divides the sum of a group, None
+    where nothing does. Without factors the largest weight counts.
+    """
+
+    def __init__(
+        self, problem: Problem, norm: Tensor | None, groups: int, factors: Tensor | None, total: Tensor | None
+    ) -> None:
+        self.p, self.groups = KernelInputs(problem), groups
+        if norm is None:
+            norm = ENGINE.compute(problem, Request(("norm",)), ("norm",), {})["norm"]
+        self.norm = self.p.norm2(norm)
+        self.by = "max" if factors is None else "sum" if total is None else "mean"
+        self.factors = self.norm if factors is None else factors.float().contiguous()
+        self.total = self.norm if total is None else total.float().contiguous()
+
+    def key(self, *more: Hashable) -> Hashable | None:
+        return self.p.key and (self.p.key, self.by, self.groups, *more)
+
+    def tensors(self, table: TensorArg) -> list[Tensor | None]:
+        return [*self.p.tensors, self.norm, self.factors, self.total, table.ptr]
+
+    def args(self, config: Config, table: TensorArg) -> dict[str, Any]:
+        """Arguments that the kernels of tiles take."""
+        p, width = self.p, padded_size(self.p.d, self.p.q)
+        tma, descriptors, layouts = tma_descriptors(
+            p, config, (p.q, (config.block_i, width)), (p.k, (config.block_j, width))
+        )
+        return {
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": descriptors[0], "k_desc": descriptors[1], "q_layout": layouts[0],
+            "k_layout": layouts[1], "norm": self.norm, "factors": self.factors, "total": self.total, "row_table": table,
+            "groups": self.groups, "SCALE_FOLDED": p.scale_folded, "TMA": tma, "BY": self.by,
+            "HEAD_MASK": p.mask_format.kind == "flags" and p.mask_format.arg.flags_h != 0, "BLOCK_D": width, **p.common_args,
+            **config.launch,
+        }  # fmt: skip
+
+    def fits_gluon(self, config: Config) -> bool:
+        p = self.p
+        return p.i > 64 and p.q.dtype == p.k.dtype and tma_fits_heads(p.q, p.k)
+
+
+def entropy(heads: HeadInputs) -> Tensor:
+    """The entropy of every row of every group (b, g, i); a sink's share is one more outcome."""
+    p, groups, sink = heads.p, heads.groups, heads.p.problem.sink
+    config = choose_config("head_rows", p, 0, None, heads.fits_gluon)
+    splits = _splits(p, groups, config)
+    sums = empty(p.b, groups, splits, p.i, like=p.q, dtype=torch.float32)
+    out = empty(p.b, groups, p.i, like=p.q, dtype=torch.float32)
+
+    def finish_args() -> LaunchArgs:
+        return p.b * groups * triton.cdiv(p.i, FINISHED_ROWS), {
+            "sums": sums, "norm": heads.norm, "factors": heads.factors, "total": heads.total, "out": out,
+            "sink": p.unused if sink is None else tensor_arg(sink), "sizes": p.common_args["sizes"], "groups": groups, "splits": splits,
+            "SCALE_FOLDED": p.scale_folded, "SINK": sink is not None, "BY": heads.by, "BLOCK_I": FINISHED_ROWS, "num_warps": 4,
+        }  # fmt: skip
+
+    (_launch_ws if config.gluon else _launch_plain)(heads, config, sums, splits)
+    tensors = [p.q, sums, heads.norm, heads.factors, heads.total, sink, out]
+    launch(finish_entropy_kernel, heads.key(splits), tensors, finish_args)
+    return out
+
+
+def _launch_plain(heads: HeadInputs, config: Config, sums: Tensor, splits: int) -> None:
+    p, table = heads.p, heads.p.row_table(config)
+
+    def launch_args() -> LaunchArgs:
+        items = p.b * heads.groups * splits * triton.cdiv(p.i, config.block_i)
+        return items, {**heads.args(config, table), "out": sums, "splits": splits}
+
+    launch(entropy_kernel, heads.key(config, splits), [*heads.tensors(table), sums], launch_args)
+
+
+def _launch_ws(heads: HeadInputs, config: Config, sums: Tensor, splits: int) -> None:
+    from .hopper.gluon_ops import head_descriptor
+    from .hopper.head_rows_ws import entropy_ws_kernel
+
+    p, table, tile_counter = heads.p, heads.p.row_table(config), new_tile_counter(heads.p)
+
+    def launch_args() -> LaunchArgs:
+        width, items = padded_size(p.d, p.q), p.b * heads.groups * splits * triton.cdiv(p.i, config.block_i)
+        return min(items, num_sms(p.q.device)), {
+            "q_desc": head_descriptor(p.q, config.block_i // 2, width), "k_desc": head_descriptor(p.k, config.block_j, width),
+            "tile_counter": tile_counter, "out": sums, "norm": heads.norm, "factors": heads.factors, "total": heads.total,
+            "row_table": table, "groups": heads.groups, "splits": splits, "items": items, "BY": heads.by, "STAGES": config.stages,
+            **{name: p.common_args[name] for name in ("mask", "sizes", "scale2", "MASK")}, **config.launch,
+        }  # fmt: skip
+
+    launch(entropy_ws_kernel, heads.key(config, splits), [*heads.tensors(table), sums, tile_counter], launch_args)
+
+
+def tiles(heads: HeadInputs, rows: slice, keys: slice) -> Tensor:
+    """A rectangle of the finished matrix, (b, g, rows, keys); 0 where hidden."""
+    p, groups = heads.p, heads.groups
+    config = choose_config("head_rows", p, 0, None)
+    i, j, table = rows.stop - rows.start, keys.stop - keys.start, p.row_table(config)
+    out = empty(p.b, groups, i, j, like=p.q, dtype=torch.float32)
+    if 0 in out.shape:
+        return out
+
+    def launch_args() -> LaunchArgs:
+        row_blocks = triton.cdiv(rows.stop, config.block_i) - rows.start // config.block_i
+        key_blocks = triton.cdiv(keys.stop, config.block_j) - keys.start // config.block_j
+        place = {"out": out, "i0": rows.start, "rows": i, "j0": keys.start, "cols": j}
+        return p.b * groups * row_blocks * key_blocks, {**heads.args(config, table), **place}
+
+    key = heads.key(config, rows.start, i, keys.start, j)
+    launch(tiles_kernel, key, [*heads.tensors(table), out], launch_args)
+    return out
+
+
+def _splits(p: KernelInputs, groups: int, config: Config) -> int:
+    """Among how many items of work the key blocks of a row block are split: as many as fill the GPU."""
+    widest = triton.cdiv(p.j, config.block_j)
+    if p.mask_format.kind == "band":
+        arg = p.mask_format.arg
+        widest = min(widest, (arg.before + arg.after + config.block_i) // config.block_j + 2)
+    blocks = p.b * groups * triton.cdiv(p.i, config.block_i)
+    sms = 1 if INTERPRETED else num_sms(p.q.device)
+    return max(1, min(widest, triton.cdiv(ITEMS * sms, blocks)))

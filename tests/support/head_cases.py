@@ -1,0 +1,119 @@
+"""Heads taken together, for the kernels that add them up, and a judge: in Triton's interpreter and on a GPU alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import regard
+from regard.core.rows import fused
+
+#: Roundoff of the float32 that scores, weights and sums are computed in, whichever type the inputs have.
+U = 2.0**-24
+
+
+class HeadCase(NamedTuple):
+    """Lengths, heads, heads of keys, score, mask (of lengths and heads), and how heads are taken together."""
+
+    i: int
+    j: int
+    h: int
+    g: int
+    score: str
+    mask: Callable[[int, int, int], Any]
+    by: str = "mean"
+    groups: int | None = None
+    weighted: bool = False
+    times: float = 1.0
+
+
+def some_cells(i: int, j: int, heads: int) -> Tensor:
+    cells = torch.rand(2, heads, i, j, generator=torch.Generator().manual_seed(3)) < 0.7
+    cells[..., i // 2, :] = False  # a row with no key
+    return cells
+
+
+CASES: dict[str, HeadCase] = {
+    "no mask": HeadCase(40, 40, 3, 3, "plain", lambda i, j, h: None),
+    "causal, grouped keys": HeadCase(50, 50, 4, 2, "plain", lambda i, j, h: regard.causal()),
+    "causal, full tiles, groups": HeadCase(64, 64, 4, 4, "plain", lambda i, j, h: regard.causal(), groups=2),
+    "causal, sum of weighted heads": HeadCase(45, 45, 4, 1, "plain", lambda i, j, h: regard.causal(), "sum", weighted=True),
+    "mean of weighted heads": HeadCase(33, 61, 6, 3, "plain", lambda i, j, h: None, groups=3, weighted=True),
+    "largest, rows before and after keys": HeadCase(61, 33, 2, 2, "plain", lambda i, j, h: regard.window(9, 2), "max"),
+    "window, alibi, sink": HeadCase(60, 60, 2, 2, "alibi", lambda i, j, h: regard.window(20, 3)),
+    "cells of each head, softcap and sink": HeadCase(35, 35, 4, 2, "softcap", some_cells, groups=2),
+    "cells of all heads": HeadCase(40, 50, 2, 1, "plain", lambda i, j, h: some_cells(i, j, 1)),
+    "several intervals, bias": HeadCase(50, 50, 2, 2, "bias", lambda i, j, h: ~regard.window(2, 2)),
+    "a sequence without keys, sink": HeadCase(20, 20, 2, 2, "softcap", lambda i, j, h: regard.padding(torch.tensor([20, 0]))),
+    "one row over many keys": HeadCase(1, 70, 6, 3, "plain", lambda i, j, h: regard.causal()),
+    "one hot": HeadCase(20, 20, 14, 14, "plain", lambda i, j, h: regard.causal(), times=400.0),
+}  # fmt: skip
+
+
+def matrix(name: str, dtype: torch.dtype, device: str, *, exact: bool) -> tuple[Any, Tensor]:
+    """Heads taken together, and the largest score in absolute value."""
+    case, make = CASES[name], torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=make).to(dtype).to(device)
+        return x.double() if exact else x
+
+    q, k = draw(2, case.h, case.i, 16) * case.times, draw(2, case.g, case.j, 16)
+    scores = {
+        "plain": lambda: regard.ScaledDot(),
+        "alibi": lambda: regard.ScaledDot().alibi(draw(case.h).abs() / 8).sink(draw(case.h)),
+        "softcap": lambda: regard.ScaledDot().softcap(2.0).sink(draw(case.h)),
+        "bias": lambda: regard.ScaledDot().bias(draw(case.h, case.i, case.j)),
+    }
+    mask = case.mask(case.i, case.j, case.h)
+    mask = mask.to(device) if hasattr(mask, "to") else mask
+    align = "start" if case.i > case.j else "end"
+    W = regard.weights(
+        q, k, score=scores[case.score](), mask=mask, align=align, engine="reference" if exact else "auto"
+    )
+    weights = torch.arange(case.h, device=device) / 2 if case.weighted else None
+    largest = (q.double().norm(dim=-1).amax() * k.double().norm(dim=-1).amax() / 4).item()
+    return W.reduce_heads(case.by, groups=case.groups, weights=weights), largest
+
+
+def answers(matrix: Any, v: Tensor) -> dict[str, Tensor]:
+    """What the kernels answer: the entropy by a kernel of its own, the rest from tiles."""
+    return {
+        "entropy": matrix.entropy(), "topk": matrix.topk(3).values, "product": matrix @ v.to(matrix.dtype),
+    }  # fmt: skip
+
+
+def judged(name: str, dtype: torch.dtype, device: str = "cpu", repeats: int = 1) -> None:
+    """Every number within its bound: a weight is exp of a score, a product over d whose rounding its largest size bounds."""
+    exact, largest = matrix(name, dtype, device, exact=True)
+    v = torch.rand(CASES[name].j, 3, dtype=torch.float64, device=device)
+    want, w = answers(exact, v), exact.dense()
+    r = (16 + 8 * largest) * U
+    logs = (w * torch.where(w > 0, w, 1).log().abs()).sum(-1)
+    total = w.sum(-1)
+    slack = {"entropy": r * (total + logs) + U, "product": r * total.unsqueeze(-1) + U}
+    asked: list[bool] = []
+    kernels, fused._kernels_of_heads = fused._kernels_of_heads, lambda heads: _seen(asked, kernels(heads))
+    try:
+        for _ in range(repeats):
+            mine, _ = matrix(name, dtype, device, exact=False)
+            for what, got in answers(mine, v).items():
+                limit = slack.get(what, r * want[what] + 4 * U)
+                off = (got.double() - want[what]).abs() - limit
+                at = int(off.argmax())
+                assert bool((off <= 0).all()), (
+                    f"{name}: {what} {at} is {got.flatten()[at]}, must be {want[what].flatten()[at]} ± {limit.flatten()[at]}"
+                )
+                if what == "entropy" and CASES[name].by == "mean":
+                    assert bool((got >= 0).all()), f"{name}: an entropy below 0, {got.min()}"
+    finally:
+        fused._kernels_of_heads = kernels
+    assert asked and all(asked), f"{name}: strips answered"
+
+
+def _seen(asked: list[bool], kernels: Any) -> Any:
+    asked.append(kernels is not None)
+    return kernels
