@@ -67,6 +67,9 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("profile", 64): Config(64, 64, 4, 3, registers=168),  # three programs at a time
     ("profile", 128): Config(64, 64, 4, 3),
     ("profile", 256): Config(64, 64, 4, 2),
+    ("tile_states", 64): Config(64, 128, 4, 3, registers=168),
+    ("tile_states", 128): Config(128, 64, 8, 3, registers=128),
+    ("tile_states", 256): Config(128, 64, 8, 2),
     # With z = Wᵀ u, a second product.
     ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
     ("columns_with_u", 128): Config(64, 64, 4, 3),
@@ -106,6 +109,8 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("column_pass", 128): Config(64, 32, 4, 1, tma=False),
     ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
     ("topk", 128): Config(64, 64, 4, 1, tma=False),
+    ("tile_states", 64): Config(128, 64, 4, 1, tma=False),
+    ("tile_states", 128): Config(128, 64, 8, 1, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
