@@ -19,6 +19,7 @@ from .tile_ops import (
     apply_score_mods,
     load_block,
     load_norm2,
+    load_row_values,
     load_tile,
     log_weight,
     product,
@@ -159,10 +160,10 @@ def add_rows_to_pool(w, column, pool_sum, open_row, pool, b, h, n, i, j, sizes, 
 
 @triton.jit
 def add_columns(
-    k_tile, q, tanh_arg, q_desc, q_layout, norm, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum, open_row, z,
+    k_tile, q, tanh_arg, q_desc, q_layout, norm, factors, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum, open_row, z,
     scale, scale2, begin, end, SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_U: tl.constexpr, RECEIVED: tl.constexpr, POOL: tl.constexpr, POOL_ROWS: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
+    WEIGHTED: tl.constexpr, Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
     EVEN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of row blocks `begin` to `end` to the sums of the columns."""
@@ -185,6 +186,8 @@ def add_columns(
         w = tl.exp2(log_weight(s, m2[None, :], log2l[None, :], scale2, SCALE_FOLDED))
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), w, 0.0)
+        if WEIGHTED:
+            w = w * load_row_values(factors, b, h, i, sizes, 0.0)[None, :]
         if POOL and POOL_ROWS > 0:
             low_rows = low_row_sums(w, POOL_ROWS)
             store_low_rows(low_rows, pool, b, h, n, j, sizes, POOL_ROWS, BLOCK_I, POOL)
@@ -204,17 +207,18 @@ def add_columns(
 
 @triton.jit
 def column_pass_kernel(
-    q, k, tanh_arg, q_desc, q_layout, norm, u, modifiers, strides, caps, mask, key_table, pool, out_received, out_z, sizes, heads,
+    q, k, tanh_arg, q_desc, q_layout, norm, factors, u, modifiers, strides, caps, mask, key_table, pool, out_received, out_z, sizes, heads,
     heads_per_group, scale, scale2,
     SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_U: tl.constexpr, RECEIVED: tl.constexpr, POOL: tl.constexpr, POOL_ROWS: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
+    WEIGHTED: tl.constexpr, Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Statistics of BLOCK_J columns.
 
     POOL: neighbouring columns that are summed before they are stored, 0 without a pooled map. POOL_ROWS: 0 where every row block
-    lies within one tile row; the rows of a tile row where several fill a row block; −1 for any others.
+    lies within one tile row; the rows of a tile row where several fill a row block; −1 for any others. WEIGHTED: every row
+    counts times one of `factors`.
     """
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     block, head = schedule_tile(blocks, heads, heads_per_group)
@@ -241,9 +245,9 @@ def column_pass_kernel(
             begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
             end = full_from if SECTION == 0 else full_to if SECTION == 1 else past
             received, pool_sum, open_row, z = add_columns(
-                k_tile, q, tanh_arg, q_desc, q_layout, norm, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum,
+                k_tile, q, tanh_arg, q_desc, q_layout, norm, factors, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum,
                 open_row, z, scale, scale2, begin, end, SIMILARITY, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_U, RECEIVED, POOL, POOL_ROWS,
-                Z, TMA, BLOCK_I, SECTION != 1, EVEN_BLOCKS,
+                WEIGHTED, Z, TMA, BLOCK_I, SECTION != 1, EVEN_BLOCKS,
             )  # fmt: skip
     if POOL and POOL_ROWS == 0:
         flush_pool_row(pool_sum, pool, b, h, pool_columns(j, POOL), first, past, sizes, BLOCK_I, POOL)
