@@ -330,10 +330,16 @@ def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: i
 
 
 def judged_with_maps_of_full_tiles(dtype: torch.dtype, device: str = "cpu", length: int = 128, d: int = 16) -> None:
-    """Pooled maps whose tiles are whole blocks of rows: columns are summed by sixteens before they are stored, or one by one."""
+    """Pooled maps whose tiles are whole blocks of rows, parts of one or neither: columns are summed by sixteens before they are
+    stored, by fewer, or one by one."""
     q, k = (torch.randn(2, 2, length, d, device=device).to(dtype) for _ in range(2))
+    n = length
+    maps = (
+        (4, 4), (2, 8), (4, n // 8), (2, 2, slice(n // 2, n), slice(n // 4, n)),
+        (n // 8, n // 8), (n // 4, 3, slice(n // 2, n)), (n // 2, n), (5, 7), (n // 6, 3, slice(3, n - 5)), (1, 1, slice(7, 9)),
+    )  # fmt: skip
     for mask in (None, regard.causal(), regard.window(length // 3, 8)):
-        for pool in ((4, 4), (2, 8), (4, length // 8), (2, 2, slice(length // 2, length), slice(length // 4, length))):
+        for pool in maps:
             seen = regard.weights(q, k, mask=mask, engine="triton").see("received", pool=pool)
             right = regard.weights(q.double(), k.double(), mask=mask, engine="blockwise").see("received", pool=pool)
             _compare(f"map {pool}, {mask!r}", seen.pool, right.pool, 1e-4 * right.pool + 1e-5)

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engines import triton
 from ...engines.numba import comparison as compiled
 from ...engines.numba import head_rows, tile_pool
 from ..problem import Problem
 from ..pytree import flatten, unflatten
+from ..stats import Request
 from ..torch_state import in_functorch, is_tracing, without_autocast
 from .comparison import Comparison
 from .complete_rows import RowEntropy
@@ -24,7 +26,7 @@ from .sources import ChosenRows, HeadRows, RowSource, ScoreRows
 from .spans import TilePool
 from .strips import Question, need_first_order, walk_tiles
 
-__all__ = ["fused"]
+__all__ = ["fused", "on_gpu", "span_masses"]
 
 
 def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | None:
@@ -129,11 +131,46 @@ class _ComparisonNode(torch.autograd.Function):
 def _pooled(rows: ScoreRows, question: TilePool) -> Tensor | None:
     """Without gradients, which strips give."""
     problem = rows.problem
-    constant = not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(problem)[1])
-    if not constant or len(question.row_edges) < 2 or len(question.col_edges) < 2 or not tile_pool.serves_pool(problem):
+    if _wants_gradients(problem) or len(question.row_edges) < 2 or len(question.col_edges) < 2:
+        return None
+    kernels: Any = _gpu_pool(problem) if on_gpu(problem.q) else tile_pool
+    if kernels is None or not kernels.serves_pool(problem):
         return None
     args = (rows.norm, question.row_edges, question.col_edges, question.by)
-    return without_autocast(problem.q, lambda: tile_pool.pooled(problem, *args))
+    return without_autocast(problem.q, lambda: kernels.pooled(problem, *args))
+
+
+def span_masses(source: RowSource, edges: tuple[int, ...]) -> Tensor | None:
+    """The weight (b, h, i, n) of every row on the keys between each two edges, by one pass of kernels.
+
+    None where they do not serve, or gradients are wanted.
+    """
+    if is_tracing() or in_functorch() or not isinstance(source, ScoreRows) or not on_gpu(source.problem.q):
+        return None
+    problem = source.problem
+    if _wants_gradients(problem) or len(edges) < 2 or (kernels := _gpu_pool(problem)) is None:
+        return None
+    if not kernels.serves_pool(problem):
+        return None
+    return without_autocast(problem.q, lambda: kernels.row_masses(problem, edges))
+
+
+def _wants_gradients(problem: Problem) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in flatten(problem)[1])
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether Triton's kernels compute on this tensor's device, in its interpreter perhaps."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _gpu_pool(problem: Problem) -> Any:
+    """The module that pools tiles on a GPU; None where its engine does not serve."""
+    if triton.unsupported_reason(problem, Request(("norm",))) is not None:
+        return None
+    from ...engines.triton import tile_pool_pass
+
+    return tile_pool_pass
 
 
 # Heads together on a GPU.

@@ -365,16 +365,17 @@ class RowQuestions(NotElementwise, Shareable):
         """
         if by not in ("sum", "mean"):
             raise ValueError(f"segment_mass(by=) must be 'sum' or 'mean'; got {by!r}.")
-        i, j = self.shape[-2:]
-        flags = segment_flags(keys, j, self._tokens[1], self._factors.q, "keys")
-        of_keys = flags.index_select(1, self._keys_here)
-        mass: Tensor = self.__matmul__(of_keys.mT)  # type: ignore[operator]  # Dynamo cannot follow @
+        mass = self._segment_masses(keys)
         if rows is None:
             return mass
-        flags = segment_flags(rows, i, self._tokens[0], self._factors.q, "rows")
+        flags = segment_flags(rows, self.shape[-2], self._tokens[0], self._factors.q, "rows")
         shares = flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)
         of_rows = shares.index_select(1, self._rows_here)
         return self._over_ranks(without_autocast(mass, lambda: of_rows @ mass), "segment_mass")
+
+    def _segment_masses(self, keys: SegmentsLike) -> Tensor:
+        flags = segment_flags(keys, self.shape[-1], self._tokens[1], self._factors.q, "keys")
+        return self.__matmul__(flags.index_select(1, self._keys_here).mT)  # type: ignore  # Dynamo cannot follow @
 
     def gather(self, keys: Tensor) -> Tensor:
         """The weights of every row at keys of its own.

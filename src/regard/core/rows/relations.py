@@ -9,14 +9,19 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from ...engines import get_engine
 from ...engines.reference import dense, log_weights
 from ..evaluation import LazyMatrix
 from ..indexing import Tokens, as_int, slice_bounds
 from ..problem import Factors
 from ..stats import Request
+from ..torch_state import is_tracing
+from ..types import SegmentsLike
+from .fused import on_gpu, span_masses
 from .head_reduction import HeadReduction
 from .head_shares import head_shares
 from .position_questions import PositionQuestions
+from .segments import runs_of
 from .sources import DenseRows, RowSource, ScoreRows
 from .strips import DenseForm
 
@@ -53,6 +58,15 @@ class Relations(LazyMatrix, PositionQuestions):
                 "complete rows are not computed over ranks; ask for statistics of `see`, or gather q and k first."
             )
         return factors
+
+    def _segment_masses(self, keys: SegmentsLike) -> Tensor:
+        engine, q = get_engine(self._engine), self._factors.q
+        if self._entire and on_gpu(q) and not (engine.plain or engine.avoids_gpu_kernels or is_tracing()):
+            runs = runs_of(keys, self.shape[-1], self._tokens[1], q.device)
+            by_run = None if runs is None else span_masses(self._row_source(self._factors.batch), runs.edges)
+            if runs is not None and by_run is not None:
+                return self._unfold(runs.masses(by_run), self._factors.batch)
+        return super()._segment_masses(keys)
 
     def rows(self, part: slice) -> Self:
         """The same matrix for adjacent rows alone; every question then costs what these rows cost.

@@ -5,6 +5,7 @@ Each pass names the tensors of its kernel and how the other arguments are comput
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,8 +37,10 @@ from .tile_config import Config, choose_config, is_short
 MAX_GROUPS = 64
 #: Tiles of all keys up to which one loop takes them.
 FEW_TILES = 3
-#: Neighbouring columns of a pooled map that are summed before they are stored: what a warp has of a product side by side.
-POOLED_TOGETHER = 16
+#: Neighbouring columns of a pooled map that are summed before they are stored: at most what a warp has of a product side by side.
+POOLED_TOGETHER = (16, 8, 4, 2)
+#: Columns of float32 vectors up to which Wᵀ u is sums of weights times a number a row: a product at float32 accuracy takes longer.
+FEW_COLUMNS = 4
 #: Common arguments that the Gluon kernels accept: they support no score modifiers.
 GLUON_ARGS = ("mask", "sizes", "scale2", "D", "MASK")
 
@@ -164,6 +167,19 @@ def _counted(size: int, width: int) -> int:
 
 def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
     """Column statistics `names`: received, z, pool."""
+    if "z" in names and u is not None and u.shape[-1] <= (FEW_COLUMNS if u.dtype == torch.float32 else 1):
+        others = tuple(name for name in names if name != "z")
+        of_rows = u.float().expand(*problem.shape[:2], -1, -1)
+        columns = [_columns(problem, ("received",), norm, None, None, x.contiguous()) for x in of_rows.unbind(-1)]
+        z = torch.stack([column["received"] for column in columns], -1)
+        return {**(_columns(problem, others, norm, None, tiling) if others else {}), "z": z}
+    return _columns(problem, names, norm, u, tiling)
+
+
+def _columns(
+    problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None, factors: Tensor | None = None
+) -> dict[str, Tensor]:  # fmt: skip
+    """The same by one launch; every row counts times one of `factors` (b, h, i), if there are any."""
     p = KernelInputs(problem)
     outputs: dict[str, Tensor] = {}
     if "received" in names:
@@ -173,7 +189,9 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
         u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
         outputs["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
     config = _column_config(p, names, e, u, tiling)
-    pool, aligned, together = _pool(p, config, tiling if "pool" in names else None)
+    if factors is not None:  # they take registers, and a limit would spill
+        config = replace(config, registers=None)
+    pool, rows, together = _pool(p, config, tiling if "pool" in names else None)
     norm2, table = p.norm2(norm), p.key_table(config)
     kernel = column_pass_kernel
     if config.gluon:
@@ -182,54 +200,65 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
     def launch_args() -> LaunchArgs:
         block_d, heads = padded_size(p.d, p.q), p.b * p.h
         args: dict[str, Any] = {
-            "heads": heads, "heads_per_group": p.heads_per_group(0), "key_table": table, "pool": pool, "RECEIVED": "received" in names,
+            "heads": heads, "heads_per_group": p.heads_per_group(0), "key_table": table, "pool": pool, "RECEIVED": "received" in names, "WEIGHTED": factors is not None,
             "POOL": together, "out_received": row_arg(outputs["received"]) if "received" in outputs else p.unused,
             **config.launch,
         }  # fmt: skip
         if config.gluon:
-            return p.j // config.block_j * heads, args | _pipelined_args(p, config, norm2)
+            return p.j // config.block_j * heads, args | _pipelined_args(p, config, norm2, factors)
         tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
         return triton.cdiv(p.j, config.block_j) * heads, {
-            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2,
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2, "factors": norm2 if factors is None else factors,
             "u": p.unused if u is None else tensor_arg(u), "out_z": tensor_arg(outputs["z"]) if "z" in outputs else p.unused,
             "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "FP32_U": u is not None and u.dtype == torch.float32,
-            "POOL_ALIGNED": aligned, "Z": "z" in names, "TMA": tma, "EDGES": p.edges(config), "EVEN_BLOCKS": p.even_blocks(config),
+            "POOL_ROWS": rows, "Z": "z" in names, "TMA": tma, "EDGES": p.edges(config), "EVEN_BLOCKS": p.even_blocks(config),
             "BLOCK_D": block_d, "BLOCK_E": padded_size(e, p.q), **p.common_args, **args,
         }  # fmt: skip
 
-    tensors = [*p.tensors, norm2, u, table.ptr, pool.sums, *outputs.values()]
-    launch(kernel, p.key and (p.key, names, pool[1:], aligned, together, config), tensors, launch_args)
+    tensors = [*p.tensors, norm2, factors, u, table.ptr, pool.sums, *outputs.values()]
+    launch(kernel, p.key and (p.key, names, pool[1:], rows, together, config), tensors, launch_args)
     if "pool" in names and tiling is not None:
         ends = {"j0": tiling.j0 // together, "j1": tiling.j1 // together}
         outputs["pool"] = _pool_columns(pool.sums, replace_fields(tiling, **ends))
     return outputs
 
 
-def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, Any]:
+def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor, factors: Tensor | None) -> dict[str, Any]:
     from .hopper.gluon_ops import row_vector_descriptor
 
-    descriptors = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j))
-    descriptors["lse2_desc"], descriptors["lse2_layout"] = row_vector_descriptor(
-        norm2, p.h, config.block_i, p.i // config.block_i
-    )
+    descriptors, lines = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j)), p.i // config.block_i
+    descriptors["lse2_desc"], descriptors["row_layout"] = row_vector_descriptor(norm2, p.h, config.block_i, lines)
+    descriptors["factors_desc"] = descriptors["lse2_desc"]
+    if factors is not None:
+        descriptors["factors_desc"], _ = row_vector_descriptor(factors, p.h, config.block_i, lines)
     return {"STAGES": config.stages, **descriptors, **{name: p.common_args[name] for name in GLUON_ARGS}}
 
 
-def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, bool, int]:
-    """Buffer of a pooled map's column sums, whether each tile of weights lies within one of its tile rows, and how many
-    neighbouring columns a sum is of; 0 without a map."""
+def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, int, int]:
+    """Buffer of a pooled map's column sums, POOL_ROWS of the kernel, and how many neighbouring columns a sum is of; 0 without
+    a map."""
     if tiling is None:
-        return Pool(p.q, 1, 0, 1, 1), False, 0
+        return Pool(p.q, 1, 0, 1, 1), 0, 0
     block_i = _tile_rows(config)
     aligned = _aligned(tiling, p.i, block_i)
-    together = POOLED_TOGETHER if aligned and _columns_fit(tiling, p.j, POOLED_TOGETHER) else 1
+    rows = 0 if aligned else _low_rows(tiling, p.i, block_i)
+    widths = POOLED_TOGETHER[:1] if config.gluon else POOLED_TOGETHER
+    together = next((n for n in widths if rows >= 0 and _columns_fit(tiling, p.j, n)), 1)
     shape = p.b, p.h, tiling.rows, p.j // together
-    if aligned and p.mask_format.kind in ("none", "causal"):
+    if rows >= 0 and p.mask_format.kind in ("none", "causal"):
         sums = empty(*shape, like=p.q, dtype=torch.float32)
     else:  # columns that no row sees are never stored
         sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
     blocks = (tiling.i1 - tiling.i0) // (tiling.rows * block_i) if aligned else 1
-    return Pool(sums, tiling.rows, tiling.i0, tiling.i1, blocks), aligned, together
+    return Pool(sums, tiling.rows, tiling.i0, tiling.i1, blocks), rows, together
+
+
+def _low_rows(tiling: Tiling, rows: int, block_i: int) -> int:
+    """The rows of a tile row, where they divide a row block and all begin at multiples of them; else −1."""
+    n = tiling.i1 - tiling.i0
+    height, rest = divmod(n, tiling.rows)
+    here = 0 <= tiling.i0 < tiling.i1 <= rows
+    return height if here and not rest and block_i % height == 0 and tiling.i0 % height == 0 else -1
 
 
 def _columns_fit(tiling: Tiling, keys: int, together: int) -> bool:
@@ -270,6 +299,8 @@ def _pool_columns(sums: Tensor, tiling: Tiling) -> Tensor:
         return _pool_some_columns(sums, tiling)
     part = sums[..., tiling.j0 : tiling.j1]
     width = n // tiling.cols
+    if width == 1 and n == tiling.cols:
+        return part if n == sums.shape[3] else part.contiguous()
     if n == sums.shape[3] and n % tiling.cols == 0 and 4 <= width <= 4096 and width & (width - 1) == 0:
         out = empty(*sums.shape[:3], tiling.cols, like=sums, dtype=torch.float32)
         tiles, block = out.numel(), 4096 // width

@@ -79,6 +79,9 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("head_rows", 64): Config(128, 128, 8, 3),
     ("head_rows", 128): Config(128, 128, 8, 3),
     ("head_rows", 256): Config(128, 64, 8, 2),
+    ("tile_states", 64): Config(64, 128, 4, 3, registers=168),
+    ("tile_states", 128): Config(128, 64, 8, 3, registers=128),
+    ("tile_states", 256): Config(128, 64, 8, 2),
     # With z = Wᵀ u, a second product.
     ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
     ("columns_with_u", 128): Config(64, 64, 4, 3),
@@ -128,6 +131,8 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("indexer", 128): Config(64, 64, 8, 2, tma=False),
     ("head_rows", 64): Config(64, 64, 4, 1, tma=False),
     ("head_rows", 128): Config(64, 32, 4, 1, tma=False),
+    ("tile_states", 64): Config(128, 64, 4, 1, tma=False),
+    ("tile_states", 128): Config(128, 64, 8, 1, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {

@@ -23,12 +23,14 @@ from .gluon_ops import alloc_barriers, alloc_smem, sync_threads, tma_load_async
 
 
 @gluon.jit
-def prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n, past, slots, slot, BLOCK_I: gl.constexpr):
-    """Load row block n, if there is one, and its row terms into a slot."""
-    tiles, terms, ready = slots
+def prefetch(q_desc, q_layout, lse2_desc, factors_desc, row_layout, b, h, n, past, slots, slot, BLOCK_I: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+    """Load row block n, if there is one, its row terms and factors into a slot."""
+    tiles, terms, ready, factors = slots
     if n < past:
         tma_load_async(q_desc, q_layout, b, h, n * BLOCK_I, ready.index(slot), tiles.index(slot))
-        tma_load_async(lse2_desc, lse2_layout, b, h, n, ready.index(slot), terms.index(slot))
+        tma_load_async(lse2_desc, row_layout, b, h, n, ready.index(slot), terms.index(slot))
+        if WEIGHTED:
+            tma_load_async(factors_desc, row_layout, b, h, n, ready.index(slot), factors.index(slot))
 
 
 @gluon.jit
@@ -39,13 +41,16 @@ def issue_qk(k_tile, slots, slot, zero_acc, HALF: gl.constexpr, SECOND: gl.const
 
 
 @gluon.jit
-def columns_of_tile(s, lse2, received, pool_sum, pool, mask, sizes, n, j, b, h, scale2, MASK: gl.constexpr, POOL: gl.constexpr,
-                    HALF: gl.constexpr, EDGE: gl.constexpr):  # fmt: skip
-    """Add the weights of tile n to the sums of the columns. EDGE: the tile is masked first."""
+def columns_of_tile(s, lse2, factors, received, pool_sum, pool, mask, sizes, n, j, b, h, scale2, MASK: gl.constexpr, POOL: gl.constexpr,
+                    HALF: gl.constexpr, EDGE: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+    """Add the weights of tile n to the sums of the columns. EDGE: the tile is masked first. WEIGHTED: times a factor of each row."""
     if EDGE:
         i = n * HALF + gl.arange(0, HALF, gl.SliceLayout(0, s.type.layout))
         s = gl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), s, FLOOR)
-    column = gl.sum(gl.exp2(s * scale2 - lse2), 1)
+    w = gl.exp2(s * scale2 - lse2)
+    if WEIGHTED:
+        w = w * factors
+    column = gl.sum(w, 1)
     if POOL:
         pool_sum = add_block_to_pool(column, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
     return received + column, pool_sum
@@ -53,8 +58,8 @@ def columns_of_tile(s, lse2, received, pool_sum, pool, mask, sizes, n, j, b, h, 
 
 @gluon.jit
 def column_pass_pipelined_kernel(
-    q_desc, k_desc, lse2_desc, q_layout, k_layout, lse2_layout, mask, key_table, pool, out_received, sizes, heads, heads_per_group, scale2,
-    D: gl.constexpr, MASK: gl.constexpr, RECEIVED: gl.constexpr, POOL: gl.constexpr,
+    q_desc, k_desc, lse2_desc, factors_desc, q_layout, k_layout, row_layout, mask, key_table, pool, out_received, sizes, heads, heads_per_group,
+    scale2, D: gl.constexpr, MASK: gl.constexpr, RECEIVED: gl.constexpr, POOL: gl.constexpr, WEIGHTED: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Statistics of BLOCK_J columns; full blocks only."""
@@ -66,7 +71,7 @@ def column_pass_pipelined_kernel(
     start = (columns - 1 - block) * BLOCK_J  # the first keys are seen by most rows, so they start first
     j = start + gl.arange(0, BLOCK_J, gl.SliceLayout(1, S))
     first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
-    ready, kv_ready = alloc_barriers(STAGES, 2), alloc_barriers(1, 1)
+    ready, kv_ready = alloc_barriers(STAGES, 3 if WEIGHTED else 2), alloc_barriers(1, 1)
     fence_async_shared()
     k_smem = alloc_smem(k_desc, 1)
     tma_load_async(k_desc, k_layout, b, h // sizes.k_group, start, kv_ready.index(0), k_smem.index(0))
@@ -77,9 +82,15 @@ def column_pass_pipelined_kernel(
     # reappeared in the new data when another CTA started.
     mbarrier.invalidate(kv_ready.index(0))
     fence_async_shared()
-    slots = alloc_smem(q_desc, STAGES), alloc_smem(lse2_desc, STAGES), ready
+    tiles, terms = alloc_smem(q_desc, STAGES), alloc_smem(lse2_desc, STAGES)
+    factors = terms
+    if WEIGHTED:
+        factors = alloc_smem(factors_desc, STAGES)
+    slots = tiles, terms, ready, factors
     for n in gl.static_range(STAGES):
-        prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, first + n, past, slots, n, BLOCK_I)
+        prefetch(
+            q_desc, q_layout, lse2_desc, factors_desc, row_layout, b, h, first + n, past, slots, n, BLOCK_I, WEIGHTED
+        )
     zero_acc = gl.zeros([BLOCK_J, HALF], gl.float32, S)
     received = gl.zeros([BLOCK_J], gl.float32, gl.SliceLayout(1, S))
     pool_sum = received
@@ -101,19 +112,27 @@ def column_pass_pipelined_kernel(
             after = gl.minimum(count + 1, past - first - 1)  # after the last block it is computed again and unused
             lse2 = slots[1].index(slot).slice(0, HALF, 1).load(S)
             next_lse2 = slots[1].index(slot).slice(HALF, HALF, 1).load(S)
+            factor, next_factor = lse2, next_lse2
+            if WEIGHTED:
+                factor = slots[3].index(slot).slice(0, HALF, 1).load(S)
+                next_factor = slots[3].index(slot).slice(HALF, HALF, 1).load(S)
             other = issue_qk(k_tile, slots, slot, zero_acc, HALF, 1)
             received, pool_sum = columns_of_tile(
-                s, lse2, received, pool_sum, pool, mask, sizes, 2 * n, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+                s, lse2, factor, received, pool_sum, pool, mask, sizes, 2 * n, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+                WEIGHTED,
             )  # fmt: skip
             other = warpgroup_mma_wait(0, deps=(other,))
             mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
             s = issue_qk(k_tile, slots, after % STAGES, zero_acc, HALF, 0)
             received, pool_sum = columns_of_tile(
-                other, next_lse2, received, pool_sum, pool, mask, sizes, 2 * n + 1, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+                other, next_lse2, next_factor, received, pool_sum, pool, mask, sizes, 2 * n + 1, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+                WEIGHTED,
             )  # fmt: skip
             s = warpgroup_mma_wait(0, deps=(s,))
             sync_threads()  # no thread reads this block any more
-            prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I)
+            prefetch(
+                q_desc, q_layout, lse2_desc, factors_desc, row_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I, WEIGHTED
+            )  # fmt: skip
     if POOL:
         flush_pool_row(pool_sum, pool, b, h, pool_columns(j, POOL), 2 * first, 2 * past, sizes, HALF, POOL)
     if RECEIVED:

@@ -19,6 +19,7 @@ from .tile_ops import (
     apply_score_mods,
     load_block,
     load_norm2,
+    load_row_values,
     load_tile,
     log_weight,
     product,
@@ -100,26 +101,69 @@ def flush_pool_row(pool_sum, pool, b, h, at, first, past, sizes, BLOCK_I: tl.con
 
 
 @triton.jit
-def add_rows_to_pool(w, pool, b, h, i, j, sizes):
-    """Add the columns of a tile (j, i) to every tile row of the pooled map that its rows fall into."""
-    inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
-    position = (i - pool.i0).to(tl.int64)
-    row = tl.where(inside, ((position + 1) * pool.rows - 1) // (pool.i1 - pool.i0), -1)
-    last = tl.max(row, 0)
-    first = tl.min(tl.where(inside, row, last), 0)
-    for r in range(tl.maximum(first, 0), last + 1):
-        column = tl.sum(tl.where((row == r)[None, :], w, 0.0), 1)
-        at = pool_ptr(pool, b, h, j, sizes, 1) + (j.to(tl.int64) * 0 + r) * sizes.j  # rows times keys may pass 2³¹
-        tl.store(at, tl.load(at, mask=j < sizes.j, other=0.0) + column, mask=j < sizes.j)
-        tl.debug_barrier()  # the next block of rows may add to the same tile row
+def low_row_sums(w, HEIGHT: tl.constexpr):
+    """Columns (j, rows) of a tile (j, i) that holds several tile rows of HEIGHT rows each."""
+    return tl.sum(tl.reshape(w, [w.shape[0], w.shape[1] // HEIGHT, HEIGHT]), 2)
+
+
+@triton.jit
+def store_low_rows(sums, pool, b, h, n, j, sizes, HEIGHT: tl.constexpr, BLOCK_I: tl.constexpr, WIDTH: tl.constexpr):
+    """Store all tile rows of row block n, from their columns `sums` (j, rows)."""
+    COUNT: tl.constexpr = BLOCK_I // HEIGHT
+    at = j
+    if WIDTH > 1:
+        sums = tl.sum(tl.reshape(sums, [sums.shape[0] // WIDTH, WIDTH, COUNT]), 1)
+        at = pool_columns(j, WIDTH)
+    columns = sizes.j // WIDTH
+    row = (n * BLOCK_I - pool.i0) // HEIGHT + tl.arange(0, COUNT)
+    there = (row >= 0) & (row < pool.rows)
+    line = pool_ptr(pool, b, h, at, sizes, WIDTH)[:, None] + row.to(tl.int64)[None, :] * columns
+    tl.store(line, sums, mask=(at < columns)[:, None] & there[None, :])
+
+
+@triton.jit
+def zero_low_rows_before(
+    pool, b, h, at, first, past, sizes, HEIGHT: tl.constexpr, BLOCK_I: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store zeros in the tile rows before the first row block that sees these keys."""
+    until = tl.minimum(tl.maximum(first * BLOCK_I - pool.i0, 0) // HEIGHT, pool.rows)
+    until = tl.where(first < past, until, pool.rows)
+    columns = sizes.j // WIDTH
+    for r in range(0, until):
+        tl.store(pool_ptr(pool, b, h, at, sizes, WIDTH) + tl.cast(r, tl.int64) * columns, at * 0.0, mask=at < columns)
+
+
+@triton.jit
+def tile_row(i, pool):
+    """The tile row of a pooled row."""
+    return ((i - pool.i0 + 1).to(tl.int64) * pool.rows - 1) // (pool.i1 - pool.i0)
+
+
+@triton.jit
+def add_rows_to_pool(w, column, pool_sum, open_row, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr):
+    """Add a tile (j, i) to the open tile row, which is stored when a row of the next one comes; any number may end here."""
+    start = n * BLOCK_I
+    begin, end = tl.maximum(start, pool.i0), tl.minimum(tl.minimum(start + BLOCK_I, sizes.i), pool.i1)
+    first, last = tile_row(begin, pool), tile_row(end - 1, pool)
+    last = tl.where(begin < end, last, first - 1)
+    whole = (first == last) & (end - begin == BLOCK_I)
+    if whole & (first == open_row):
+        pool_sum += column
+    else:
+        row = tl.where((i >= begin) & (i < end), tile_row(i, pool), -1)
+        for r in range(first, last + 1):
+            store_pool_row(pool_sum, pool, b, h, open_row, j, (open_row >= 0) & (r != open_row), sizes, 1)
+            pool_sum = tl.where(r == open_row, pool_sum, 0.0) + tl.sum(tl.where((row == r)[None, :], w, 0.0), 1)
+            open_row = r
+    return pool_sum, open_row
 
 
 @triton.jit
 def add_columns(
-    k_tile, q, tanh_arg, q_desc, q_layout, norm, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum, z, scale, scale2,
-    begin, end, SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
-    FP32: tl.constexpr, FP32_U: tl.constexpr, RECEIVED: tl.constexpr, POOL: tl.constexpr, POOL_ALIGNED: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
+    k_tile, q, tanh_arg, q_desc, q_layout, norm, factors, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum, open_row, z,
+    scale, scale2, begin, end, SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
+    FP32: tl.constexpr, FP32_U: tl.constexpr, RECEIVED: tl.constexpr, POOL: tl.constexpr, POOL_ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr, Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
     EVEN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of row blocks `begin` to `end` to the sums of the columns."""
@@ -142,31 +186,39 @@ def add_columns(
         w = tl.exp2(log_weight(s, m2[None, :], log2l[None, :], scale2, SCALE_FOLDED))
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), w, 0.0)
-        if RECEIVED or (POOL and POOL_ALIGNED):
+        if WEIGHTED:
+            w = w * load_row_values(factors, b, h, i, sizes, 0.0)[None, :]
+        if POOL and POOL_ROWS > 0:
+            low_rows = low_row_sums(w, POOL_ROWS)
+            store_low_rows(low_rows, pool, b, h, n, j, sizes, POOL_ROWS, BLOCK_I, POOL)
+            received += tl.sum(low_rows, 1)
+        elif RECEIVED or POOL:
             column = tl.sum(w, 1)
             received += column
-        if POOL and POOL_ALIGNED:
+        if POOL and POOL_ROWS == 0:
             pool_sum = add_block_to_pool(column, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, BLOCK_I, POOL)
-        elif POOL:
-            add_rows_to_pool(w, pool, b, h, i, j, sizes)
+        elif POOL and POOL_ROWS < 0:
+            pool_sum, open_row = add_rows_to_pool(w, column, pool_sum, open_row, pool, b, h, n, i, j, sizes, BLOCK_I)
         if Z:
             u_tile = load_tile(u, b, h, i, e, sizes.i, E, True)
             z = add_product(w.to(u_tile.dtype), u_tile, z, FP32_U)
-    return received, pool_sum, z
+    return received, pool_sum, open_row, z
 
 
 @triton.jit
 def column_pass_kernel(
-    q, k, tanh_arg, q_desc, q_layout, norm, u, modifiers, strides, caps, mask, key_table, pool, out_received, out_z, sizes, heads,
+    q, k, tanh_arg, q_desc, q_layout, norm, factors, u, modifiers, strides, caps, mask, key_table, pool, out_received, out_z, sizes, heads,
     heads_per_group, scale, scale2,
     SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
-    FP32: tl.constexpr, FP32_U: tl.constexpr, RECEIVED: tl.constexpr, POOL: tl.constexpr, POOL_ALIGNED: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
+    FP32: tl.constexpr, FP32_U: tl.constexpr, RECEIVED: tl.constexpr, POOL: tl.constexpr, POOL_ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr, Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Statistics of BLOCK_J columns.
 
-    POOL: neighbouring columns that are summed before they are stored, 0 without a pooled map.
+    POOL: neighbouring columns that are summed before they are stored, 0 without a pooled map. POOL_ROWS: 0 where every row block
+    lies within one tile row; the rows of a tile row where several fill a row block; −1 for any others. WEIGHTED: every row
+    counts times one of `factors`.
     """
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     block, head = schedule_tile(blocks, heads, heads_per_group)
@@ -181,20 +233,26 @@ def column_pass_kernel(
     pool_sum = tl.zeros([BLOCK_J], tl.float32)
     z = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
     first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
-    if POOL and POOL_ALIGNED and MASK == "causal":
-        zero_pool_rows_before(pool, b, h, pool_columns(j, POOL), first, past, sizes, BLOCK_I, POOL)
+    open_row = tl.full([], -1, tl.int64)
+    if POOL and MASK == "causal":
+        if POOL_ROWS == 0:
+            zero_pool_rows_before(pool, b, h, pool_columns(j, POOL), first, past, sizes, BLOCK_I, POOL)
+        elif POOL_ROWS > 0:
+            zero_low_rows_before(pool, b, h, pool_columns(j, POOL), first, past, sizes, POOL_ROWS, BLOCK_I, POOL)
     # Edge, fully visible, edge: in the order of the rows, since the tile rows of a pooled map are stored as they end.
     for SECTION in tl.static_range(3):
         if EDGES or SECTION == 1:
             begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
             end = full_from if SECTION == 0 else full_to if SECTION == 1 else past
-            received, pool_sum, z = add_columns(
-                k_tile, q, tanh_arg, q_desc, q_layout, norm, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum, z,
-                scale, scale2, begin, end, SIMILARITY, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_U, RECEIVED, POOL, POOL_ALIGNED, Z, TMA,
-                BLOCK_I, SECTION != 1, EVEN_BLOCKS,
+            received, pool_sum, open_row, z = add_columns(
+                k_tile, q, tanh_arg, q_desc, q_layout, norm, factors, u, modifiers, strides, caps, mask, pool, sizes, j, d, e, b, h, received, pool_sum,
+                open_row, z, scale, scale2, begin, end, SIMILARITY, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_U, RECEIVED, POOL, POOL_ROWS,
+                WEIGHTED, Z, TMA, BLOCK_I, SECTION != 1, EVEN_BLOCKS,
             )  # fmt: skip
-    if POOL and POOL_ALIGNED:
+    if POOL and POOL_ROWS == 0:
         flush_pool_row(pool_sum, pool, b, h, pool_columns(j, POOL), first, past, sizes, BLOCK_I, POOL)
+    if POOL and POOL_ROWS < 0:
+        store_pool_row(pool_sum, pool, b, h, open_row, j, open_row >= 0, sizes, 1)
     if RECEIVED:
         store_row(out_received, b, h, j, received, sizes.j)
     if Z:
