@@ -187,7 +187,7 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
             **config.launch,
         }  # fmt: skip
         if config.gluon:
-            return p.j // config.block_j * heads, args | _pipelined_args(p, config, norm2)
+            return p.j // config.block_j * heads, args | pipelined_args(p, config, norm2)
         tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
         return triton.cdiv(p.j, config.block_j) * heads, {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2,
@@ -205,7 +205,7 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
     return outputs
 
 
-def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, Any]:
+def pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, Any]:
     from .hopper.gluon_ops import row_vector_descriptor
 
     descriptors = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j))
