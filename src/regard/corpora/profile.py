@@ -6,7 +6,8 @@ its moments and the weight on the previous position all follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ..core.rows.strips import DenseForm, Merge, OfParts
 from ..core.stats import Results, entropy
 from ..core.weights import Weights
 
-__all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_of", "on_host", "profile", "targets_of"]
+__all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_sizes", "profile", "sent_to_host", "targets_of"]
 
 #: Bins of distances and of positions: 0, 1, then from each power of two to the next.
 BINS = 32
@@ -121,17 +122,33 @@ def targets_of(ids: Tensor) -> Tensor:
     return torch.stack([induction_targets(line, rows) for line in ids])[:, None, :, None]
 
 
-def on_host(profiles: Sequence[Profile]) -> list[Profile]:
-    """The same numbers on the host, by one copy: every copy waits until the GPU has finished its queue."""
+def sent_to_host(profiles: Sequence[Profile]) -> Callable[[], list[Profile]]:
+    """Start one copy of all numbers to the host; the function that is returned waits for it and has them.
+
+    A GPU computes on meanwhile: a copy that is waited for at once would wait for its whole queue.
+    """
     numbers = [x for profile in profiles for x in profile]
-    if not numbers:  # no document of a chunk has a token
-        return []
-    flat = torch.cat([x.double().flatten() for x in numbers]).cpu()  # indices are exact in float64
-    parts = iter(
-        part.reshape(x.shape).to(x.dtype)
-        for part, x in zip(flat.split([x.numel() for x in numbers]), numbers, strict=True)
-    )
-    return [Profile(*(next(parts) for _ in profile)) for profile in profiles]
+    flat = torch.cat([x.double().flatten() for x in numbers])  # indices are exact in float64
+    copied = torch.cuda.Event() if flat.is_cuda else None
+    flat = flat.to("cpu", non_blocking=copied is not None)
+    if copied is not None:
+        copied.record(torch.cuda.current_stream(numbers[0].device))
+
+    def on_host() -> list[Profile]:
+        if copied is not None:
+            copied.synchronize()
+        parts = iter(
+            part.reshape(x.shape).to(x.dtype)
+            for part, x in zip(flat.split([x.numel() for x in numbers]), numbers, strict=True)
+        )
+        return [Profile(*(next(parts) for _ in profile)) for profile in profiles]
+
+    return on_host
+
+
+def bin_sizes(n: int) -> list[int]:
+    """How many of 0, 1, …, n − 1 are in each bin."""
+    return [min(n, above) - min(n, edge) for edge, above in pairwise(EDGES)]
 
 
 def bin_of(n: int, device: torch.device | None = None) -> Tensor:
