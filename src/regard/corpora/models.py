@@ -60,8 +60,11 @@ class CorpusModel:
         return [str(token) for token in ids] if self._tokens is None else self._tokens(list(ids))
 
     def tokens_of(self, ids: Sequence[int]) -> Callable[[list[int]], list[str]]:
-        """A function from positions in a sequence to their tokens as text. A sequence of thousands is turned into text where it
-        is asked for alone, or once where a token's text depends on the others."""
+        """A function from positions in a sequence to their tokens as text.
+
+        A sequence of thousands is turned into text where it is asked for alone, or once where a token's text depends on
+        the others.
+        """
         if self._apart:
             return lambda positions: self.tokens([ids[at] for at in positions])
         texts: list[str] = []
@@ -86,7 +89,7 @@ class CorpusModel:
 
 
 def _bytes_of(values: list[Tensor]) -> bytes:
-    """Numbers as float64, by one copy for each device and type: every copy waits until the device has finished its queue."""
+    """Numbers as float64, by one copy for each device and type: every copy waits for the device's queue."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in values:
         alike.setdefault((x.device, x.dtype), []).append(x)

@@ -176,11 +176,11 @@ class _MeasuredPass(NamedTuple):
     profiles: Callable[[], list[Profile]]
 
 
-def _tallies(
-    reader: CorpusModel, chunks: Iterable[Chunk], settings: dict[str, Any]
-) -> Iterator[tuple[Chunk, Tally]]:
-    """The sums of every chunk, in order. The numbers of a pass are added up while a device computes the next pass, so that it
-    never waits for the host."""
+def _tallies(reader: CorpusModel, chunks: Iterable[Chunk], settings: dict[str, Any]) -> Iterator[tuple[Chunk, Tally]]:
+    """The sums of every chunk, in order.
+
+    The numbers of a pass are added up while a device computes the next pass, so that it never waits for the host.
+    """
     behind: deque[tuple[Chunk, Tally, _MeasuredPass | None]] = deque()  # no pass: the chunk is complete
 
     def finished(left: int) -> Iterator[tuple[Chunk, Tally]]:

@@ -13,7 +13,7 @@ from ...core.stats import Request, Results
 from . import unsupported_reason
 from .forward_pass import pipelined_args
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, padded_size, tma_descriptors
-from .kernels.profile import BINS, chosen_keys_kernel, profile_kernel
+from .kernels.profile import BINS, chosen_keys_kernel, head_sums_kernel, profile_kernel
 from .kernels.tile_ops import row_arg, tensor_arg, tma_fits
 from .launcher import launch
 from .tile_config import Config, choose_config
@@ -31,16 +31,26 @@ def serves_profile(problem: Problem) -> bool:
     return product and there and unsupported_reason(problem, Request(("norm",))) is None
 
 
-def profile_pass(problem: Problem, norm: Tensor, targets: Tensor) -> Results:
-    """All sums of finished rows, as `core/rows/head_profile.py` names them."""
+def profile_pass(problem: Problem, rows: Results, targets: Tensor) -> Results:
+    """All sums of every head, `sums` and `place` of `core/rows/head_profile.py`."""
     p = KernelInputs(problem)
+    norm = rows["norm"].contiguous()
     norm2 = p.norm2(norm)
-    chosen = _chosen_keys(p, norm2, targets)
-    results = _over_keys(p, norm2)
-    best = results["tie"].max(-1)  # of all blocks of keys
-    places = {name: results[name].gather(-1, best.indices[..., None])[..., 0] for name in ("query", "key")}
-    first, previous, target = chosen.unbind(2)
-    return {**results, "first": first, "previous": previous, "target": target, "tie": best.values, **places}
+    chosen, over_keys = _chosen_keys(p, norm2, targets), _over_keys(p, norm2)
+    sums = empty(p.b, p.h, 10 + 2 * BINS.value, like=p.q, dtype=torch.float64)
+    place = empty(p.b, p.h, 3, like=p.q, dtype=torch.float64)
+    tensors = {
+        "entropy": rows["entropy"].contiguous(), "max_score": rows["max_score"].contiguous(), "norm": norm, "chosen": chosen,
+        "received": over_keys["received"], "distance": over_keys["distance"], "square": over_keys["distance²"],
+        "bins": over_keys["bins"], "tie": over_keys["tie"], "query": over_keys["query"], "key": over_keys["key"], "out": sums,
+        "out_place": place,
+    }  # fmt: skip
+    sizes = {
+        "rows": p.i, "chosen_blocks": chosen.shape[-1], "lines": over_keys["bins"].shape[2], "blocks": over_keys["tie"].shape[2],
+        "BLOCK": 1024, "num_warps": 8,
+    }  # fmt: skip
+    launch(head_sums_kernel, (*sizes.values(),), [*tensors.values()], lambda: (p.b * p.h, {**tensors, **sizes}))
+    return {"sums": sums, "place": place}
 
 
 def _over_keys(p: KernelInputs, norm2: Tensor) -> dict[str, Tensor]:

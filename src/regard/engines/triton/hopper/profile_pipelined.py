@@ -167,7 +167,7 @@ def place_of_largest(k_tile, slots, zero_acc, best, best_tile, q_desc, q_layout,
     sync_threads()
     prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, block, past, slots, 0, BLOCK)
     mbarrier.wait(slots[2].index(0), ((past - first + STAGES - 1) // STAGES) & 1)
-    found, query = largest * 0.0 - 1.0, block * BLOCK
+    most_yet, query = largest * 0.0 - 1.0, block * BLOCK
     for SECOND in gl.static_range(2):
         lse2 = slots[1].index(0).slice(SECOND * HALF, HALF, 1).load(S)
         s = warpgroup_mma_wait(0, deps=(issue_qk(k_tile, slots, 0, zero_acc, HALF, SECOND),))
@@ -178,8 +178,8 @@ def place_of_largest(k_tile, slots, zero_acc, best, best_tile, q_desc, q_layout,
         w = gl.where(shown, gl.exp2(s * scale2 - lse2), 0.0)
         most = gl.max(gl.max(w, 1), 0)
         row = gl.min(gl.min(gl.where(shown & (w == most), i[None, :] + 0 * j[:, None], 2147483647), 1), 0)
-        query = gl.where((most > found) & (row < 2147483647), row, query)
-        found = gl.maximum(found, most)
+        query = gl.where((most > most_yet) & (row < 2147483647), row, query)
+        most_yet = gl.maximum(most_yet, most)
     return largest, query, key
 
 
