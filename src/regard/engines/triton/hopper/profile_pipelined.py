@@ -5,7 +5,7 @@ that is n blocks from the diagonal lies within one bin of distances, unless |n| 
 diagonal. Thus the rows are walked in runs, each of one kind: the blocks beside the diagonal, whose cells are counted one by one;
 blocks that an edge splits; and all others, which do the least.
 
-A thread has every fourth pair of the columns of a product, and keeps sums of its own: a row of a tile has FOLDED of them, which
+A thread has every fourth pair of the columns of a product, and keeps sums of its own: a row of a tile has four of them, which
 are added across threads when the last tile is done.
 """
 
@@ -23,32 +23,21 @@ from ..kernels.forward import schedule_tile
 from ..kernels.profile import BINS, bin_of
 from ..kernels.tile_ops import FLOOR, store_row
 from .column_pass_pipelined import issue_qk, prefetch
-from .gluon_ops import alloc_barriers, alloc_smem, sync_threads, tma_load_async
+from .gluon_ops import alloc_barriers, alloc_smem, own_cells, sync_threads, tma_load_async
 
-#: Threads that share a row of a product, each with pairs of neighbours.
-FOLDED = gl.constexpr(4)
 #: Kinds of blocks.
 NEAR, SPLIT, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def own_cells(x):
-    """A tile (j, i) as (j, FOLDED, n): the n cells of a row that one thread has, without moving them."""
-    J: gl.constexpr = x.shape[0]
-    I: gl.constexpr = x.shape[1]
-    x = gl.permute(gl.reshape(x, [J, I // 8, 4, 2]), (0, 2, 1, 3))
-    return gl.reshape(x, [J, 4, I // 4])
-
-
-@gluon.jit
 def fold(x):
-    """Sums of the cells of a row that one thread has, (j, FOLDED)."""
+    """Sums of the cells of a row that one thread has, (j, 4)."""
     return gl.sum(own_cells(x), 2)
 
 
 @gluon.jit
 def add_to_bin(x, bins, n, WARPS: gl.constexpr):
-    """Add sums (j, FOLDED) to bin n, one line of bins for each warp: no thread waits for another warp."""
+    """Add sums (j, 4) to bin n, one line of bins for each warp: no thread waits for another warp."""
     J: gl.constexpr = x.shape[0]
     of_warp = gl.sum(gl.sum(gl.reshape(x, [J // (16 * WARPS), WARPS, 64]), 2), 0)
     of_warp = gl.convert_layout(of_warp, gl.SliceLayout(1, bins.type.layout))
