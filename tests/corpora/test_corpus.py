@@ -24,7 +24,7 @@ from regard.core.rows import strips
 from regard.corpora import documents as reading
 from regard.corpora import exact
 from regard.corpora.profile import BINS, EDGES, SUMS, HeadProfile, bin_of, profile, targets_of
-from regard.corpora.run import _tally
+from regard.corpora.run import _tallies
 from regard.corpora.tally import Tally, Tie, strongest
 from regard.engines import numba
 from regard.look import loading
@@ -268,7 +268,7 @@ def test_any_split_and_any_order_merge_to_the_same_bits(model, texts, monkeypatc
     seen = run(model, texts, batch=1)
     reader = regard.corpora.models.as_corpus_model(model, None, None)
     settings = {"length": 12, "batch": 1, "examples": 3, "redact": False}
-    parts = [_tally(reader, chunk, settings) for chunk in reading.open_documents(texts, "text").chunks()]
+    parts = [tally for _, tally in _tallies(reader, reading.open_documents(texts, "text").chunks(), settings)]
     for seed in range(3):
         shuffled = random.Random(seed).sample(parts, len(parts))
         while len(shuffled) > 1:  # merge pairs in a random tree

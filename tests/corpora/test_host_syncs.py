@@ -1,4 +1,4 @@
-"""A corpus run reads nothing from a device while the model runs: numbers come to the host once a chunk of documents."""
+"""A corpus run reads nothing from a device while the model runs: the numbers of a pass come by one copy, which nothing waits for."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _as_tuple(x):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Reads while passes are measured, and while numbers are brought to the host, one counter for each call."""
-    counters: dict[str, list[Counter[str]]] = {"_measure": [], "on_host": []}
+    """Reads while passes are measured and their numbers are sent to the host, one counter for each call."""
+    counters: dict[str, list[Counter[str]]] = {"_measure": [], "sent_to_host": []}
 
     def watched(name):
         own = getattr(run, name)
@@ -67,7 +67,7 @@ def reads(monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "regard"])
-def test_numbers_come_to_the_host_once_a_chunk(attention, reads):
+def test_numbers_are_sent_to_the_host_once_a_pass(attention, reads):
     transformers = pytest.importorskip("transformers")
     if not numba.enabled or numba.load() is None:
         pytest.skip("needs compiled tiles")
@@ -79,7 +79,27 @@ def test_numbers_come_to_the_host_once_a_chunk(attention, reads):
     documents = [torch.randint(30, (16,)).tolist() for _ in range(5)]
     regard.corpus(transformers.LlamaForCausalLM(config), documents, batch=2)
     assert reads["_measure"] == [Counter()] * 3
-    assert reads["on_host"] == [Counter(cpu=1)]
+    assert reads["sent_to_host"] == [Counter()] * 3
+
+
+def test_the_numbers_of_a_pass_are_added_up_while_the_next_one_runs(monkeypatch):
+    """The last pass of a chunk too: a GPU does not stand still between chunks."""
+    steps = []
+
+    def noted(name):
+        own = getattr(run, name)
+
+        def call(*args):
+            steps.append(name)
+            return own(*args)
+
+        return call
+
+    for name in ("_measure", "_add"):
+        monkeypatch.setattr(run, name, noted(name))
+    monkeypatch.setattr("regard.corpora.documents.CHUNK_DOCUMENTS", 2)
+    regard.corpus(regard.nn.LanguageModel(9, dim=8, layers=1, heads=2), [[1, 2, 3, 4]] * 5, batch=1)
+    assert steps == ["_measure", *["_measure", "_add"] * 4, "_add"]
 
 
 def test_a_read_is_seen():

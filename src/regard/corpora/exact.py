@@ -35,9 +35,9 @@ def as_digits(x: Tensor) -> Tensor:
     digits, rest = [], x.double()
     for n in reversed(range(DIGITS)):
         unit = 2.0 ** (BITS * n) / UNIT
-        digit = torch.floor(rest / unit)  # a power of two: exact
-        rest = rest - digit * unit  # digit·unit holds the leading bits of rest: exact
-        digits.append(digit.long())
+        digit = (rest / unit).long()  # a power of two: exact, but for what is cut off
+        rest = rest - digit.double() * unit  # digit·unit holds the leading bits of rest: exact
+        digits.append(digit)
     return torch.stack(digits[::-1], -1)
 
 

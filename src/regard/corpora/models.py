@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["CorpusModel", "TokenizerLike", "as_corpus_model", "device_of"]
 
@@ -41,8 +41,11 @@ class CorpusModel:
         limit: Tokens that it takes at most; None: any number.
     """
 
-    def __init__(self, name: str, module: nn.Module, limit: int | None, encode: Any, tokens: Any) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, limit: int | None, encode: Any, tokens: Any, apart: bool = True
+    ) -> None:
         self.name, self.module, self.limit, self._encode, self._tokens = name, module, limit, encode, tokens
+        self._apart = apart  # a token's text does not depend on its neighbours
 
     def ids(self, content: str | Sequence[int]) -> list[int]:
         """Token ids of a text; ids stay as they are."""
@@ -56,15 +59,43 @@ class CorpusModel:
         """Tokens as text."""
         return [str(token) for token in ids] if self._tokens is None else self._tokens(list(ids))
 
+    def tokens_of(self, ids: Sequence[int]) -> Callable[[list[int]], list[str]]:
+        """A function from positions in a sequence to their tokens as text.
+
+        A sequence of thousands is turned into text where it is asked for alone, or once where a token's text depends on
+        the others.
+        """
+        if self._apart:
+            return lambda positions: self.tokens([ids[at] for at in positions])
+        texts: list[str] = []
+
+        def tokens_at(positions: list[int]) -> list[str]:
+            if not texts:
+                texts.extend(self.tokens(ids))
+            return [texts[at] for at in positions]
+
+        return tokens_at
+
     def checksum(self) -> str:
         """Of the names, types and sizes of all parameters, and of values spread over each of them."""
         digest = hashlib.sha256()
+        values = []
         for name, parameter in sorted(self.module.state_dict().items()):
             digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} ".encode())
             flat = parameter.detach().flatten()
-            step = max(1, flat.numel() // SAMPLED)
-            digest.update(repr(flat[::step].double().cpu().tolist()).encode())
+            values.append(flat[:: max(1, flat.numel() // SAMPLED)])
+        digest.update(_bytes_of(values))
         return digest.hexdigest()
+
+
+def _bytes_of(values: list[Tensor]) -> bytes:
+    """Numbers as float64, by one copy for each device and type: every copy waits for the device's queue."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in values:
+        alike.setdefault((x.device, x.dtype), []).append(x)
+    copied = {kind: torch.cat(parts).double().cpu().split([len(x) for x in parts]) for kind, parts in alike.items()}
+    numbers = {kind: iter(parts) for kind, parts in copied.items()}
+    return b"".join(next(numbers[x.device, x.dtype]).numpy().astype("<f8").tobytes() for x in values)
 
 
 def as_corpus_model(model: Any, tokenizer: Any, device: str | torch.device | None) -> CorpusModel:
@@ -110,6 +141,7 @@ def _loaded(model: str | Path | None) -> CorpusModel:
         loaded.limit,
         lambda text: loaded._ids(text)[0].tolist(),
         lambda ids: loaded.tokens(torch.tensor([ids], device="cpu")),
+        apart=False,
     )
 
 

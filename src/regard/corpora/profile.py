@@ -6,7 +6,8 @@ its moments and the weight on the previous position all follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,22 +16,16 @@ from torch.nn import functional
 
 from ..core.pytree import register_node
 from ..core.rows.complete_rows import ChosenKeys, RowEntropy, induction_targets
-from ..core.rows.head_profile import head_profile
+from ..core.rows.head_profile import BINS, SUMS, head_profile
 from ..core.rows.sources import Part, Strip
 from ..core.rows.strips import DenseForm, Merge, OfParts
 from ..core.stats import Results, entropy
 from ..core.weights import Weights
 
-__all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_of", "on_host", "profile", "targets_of"]
+__all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_sizes", "profile", "sent_to_host", "targets_of"]
 
-#: Bins of distances and of positions: 0, 1, then from each power of two to the next.
-BINS = 32
+#: Edges of the bins.
 EDGES = (0, *(2**n for n in range(BINS)))
-
-#: The sums of a head, in the order of their columns; BINS sums of weight by distance and of received weight follow.
-SUMS = (
-    "entropy", "entropy²", "peak", "peak²", "weight", "distance", "distance²", "previous", "first", "induction",
-)  # fmt: skip
 
 
 @register_node
@@ -110,9 +105,22 @@ class Profile(NamedTuple):
     """The numbers of one layer for a batch of sequences."""
 
     sums: Tensor  # b h (SUMS + 2 · BINS), float64
-    tie: Tensor  # b h : the largest weight on a key that is neither the first nor the row's own
-    query: Tensor  # b h : its row
-    key: Tensor  # b h : its key
+    place: Tensor  # b h 3, float64 : the largest weight on a key that is neither the first nor the row's own; row; key
+
+    @property
+    def tie(self) -> Tensor:
+        """The largest weight (b, h)."""
+        return self.place[..., 0]
+
+    @property
+    def query(self) -> Tensor:
+        """Its row."""
+        return self.place[..., 1].long()
+
+    @property
+    def key(self) -> Tensor:
+        """Its key."""
+        return self.place[..., 2].long()
 
 
 def targets_of(ids: Tensor) -> Tensor:
@@ -121,17 +129,31 @@ def targets_of(ids: Tensor) -> Tensor:
     return torch.stack([induction_targets(line, rows) for line in ids])[:, None, :, None]
 
 
-def on_host(profiles: Sequence[Profile]) -> list[Profile]:
-    """The same numbers on the host, by one copy: every copy waits until the GPU has finished its queue."""
+def sent_to_host(profiles: Sequence[Profile]) -> Callable[[], list[Profile]]:
+    """Start one copy of all numbers to the host; the function that is returned waits for it and has them.
+
+    A GPU computes on meanwhile: a copy that is waited for at once would wait for its whole queue.
+    """
     numbers = [x for profile in profiles for x in profile]
-    if not numbers:  # no document of a chunk has a token
-        return []
-    flat = torch.cat([x.double().flatten() for x in numbers]).cpu()  # indices are exact in float64
-    parts = iter(
-        part.reshape(x.shape).to(x.dtype)
-        for part, x in zip(flat.split([x.numel() for x in numbers]), numbers, strict=True)
-    )
-    return [Profile(*(next(parts) for _ in profile)) for profile in profiles]
+    flat = torch.cat([x.flatten() for x in numbers])
+    copied = torch.cuda.Event() if flat.is_cuda else None
+    flat = flat.to("cpu", non_blocking=copied is not None)
+    if copied is not None:
+        copied.record(torch.cuda.current_stream(numbers[0].device))
+
+    def on_host() -> list[Profile]:
+        if copied is not None:
+            copied.synchronize()
+        parts = flat.split([x.numel() for x in numbers])
+        shaped = iter(part.reshape(x.shape) for part, x in zip(parts, numbers, strict=True))
+        return [Profile(next(shaped), next(shaped)) for _ in profiles]
+
+    return on_host
+
+
+def bin_sizes(n: int) -> list[int]:
+    """How many of 0, 1, …, n − 1 are in each bin."""
+    return [min(n, above) - min(n, edge) for edge, above in pairwise(EDGES)]
 
 
 def bin_of(n: int, device: torch.device | None = None) -> Tensor:
@@ -153,8 +175,9 @@ def profile(weights: Weights, targets: Tensor) -> Profile:
     numbers = head_profile(weights, targets)
     if numbers is None:
         numbers = _of_rows(weights._ask_rows(HeadProfile(targets)))
-    if "diagonals" in numbers:
-        numbers |= _of_diagonals(numbers["diagonals"])
+    if "sums" in numbers:
+        return Profile(numbers["sums"], numbers["place"])
+    numbers |= _of_diagonals(numbers["diagonals"])
     # Rounding leaves the entropy of a one-hot row an ulp below 0.
     of_rows = [numbers[name].double().clamp(min=0) for name in ("entropy", "largest")]
     moments = [y for x in of_rows for y in (x.sum(-1), x.square().sum(-1))]
@@ -163,7 +186,7 @@ def profile(weights: Weights, targets: Tensor) -> Profile:
     moments += [numbers[name].double().sum(-1) for name in ("distance", "distance²", "previous", "first", "target")]
     received = numbers["received"].double() @ bin_of(weights.shape[-1], weights.device)
     sums = torch.cat([torch.stack(moments, -1), by_distance, received], -1)
-    return Profile(sums, numbers["tie"], numbers["query"], numbers["key"])
+    return Profile(sums, torch.stack([numbers[name].double() for name in ("tie", "query", "key")], -1))
 
 
 def _of_rows(outputs: list[Tensor]) -> Results:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ..recorder import RefusedWarning, record
 from .documents import Chunk, open_documents, survey
 from .folder import RunFolder, merged
 from .models import CorpusModel, TokenizerLike, as_corpus_model, device_of
-from .profile import Profile, on_host, profile, targets_of
+from .profile import Profile, profile, sent_to_host, targets_of
 from .result import Corpus, load_corpus
 from .tally import Tally
 
@@ -120,18 +120,20 @@ def corpus(
     }  # fmt: skip
     share = range(rank, surveyed.chunks, ranks)
     if out is None:
-        parts = (_tally(reader, chunk, settings) for chunk in documents.chunks())
-        return Corpus(settings, merged(_reported(parts, len(share), progress), examples))
+        with _evaluation(reader.module):
+            parts = (tally for _, tally in _tallies(reader, documents.chunks(), settings))
+            return Corpus(settings, merged(_reported(parts, len(share), progress), examples))
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, and --out names the folder of a run: choose another --out.")
     path.mkdir(parents=True, exist_ok=True)
     # The other ranks of this run share the folder, so the first one alone holds the lock.
-    with exclusive_lock(path) if rank == 0 else contextlib.nullcontext():
+    with exclusive_lock(path) if rank == 0 else contextlib.nullcontext(), _evaluation(reader.module):
         folder = RunFolder(path, settings, surveyed.chunks, rank, timeout)
         todo = set(folder.missing(share))
-        parts = (_saved(folder, reader, chunk, settings) for chunk in documents.chunks() if chunk.number in todo)
-        for _ in _reported(parts, len(share), progress, len(share) - len(todo)):
+        chunks = (chunk for chunk in documents.chunks() if chunk.number in todo)
+        saved = (_saved(folder, *part) for part in _tallies(reader, chunks, settings))
+        for _ in _reported(saved, len(share), progress, len(share) - len(todo)):
             pass
         folder.finish()
     return load_corpus(path)
@@ -153,8 +155,7 @@ def _reported(parts: Iterator[Tally], chunks: int, progress: Any, done: int = 0)
         yield part
 
 
-def _saved(folder: RunFolder, reader: CorpusModel, chunk: Chunk, settings: dict[str, Any]) -> Tally:
-    tally = _tally(reader, chunk, settings)
+def _saved(folder: RunFolder, chunk: Chunk, tally: Tally) -> Tally:
     folder.save_part(chunk.number, tally)
     return tally
 
@@ -166,36 +167,57 @@ class _Sequence(NamedTuple):
     ids: list[int]
 
 
-def _tally(reader: CorpusModel, chunk: Chunk, settings: dict[str, Any]) -> Tally:
-    """The sums of one chunk. Sequences run together within a chunk alone, since rounding in a model depends on them."""
-    tally = Tally(settings["examples"])
-    tally.documents = len(chunk.documents)
+class _MeasuredPass(NamedTuple):
+    """A few numbers of every layer of one pass, on their way to the host."""
+
+    sequences: list[_Sequence]
+    targets: Tensor
+    names: list[str]
+    profiles: Callable[[], list[Profile]]
+
+
+def _tallies(reader: CorpusModel, chunks: Iterable[Chunk], settings: dict[str, Any]) -> Iterator[tuple[Chunk, Tally]]:
+    """The sums of every chunk, in order.
+
+    The numbers of a pass are added up while a device computes the next pass, so that it never waits for the host.
+    """
+    behind: deque[tuple[Chunk, Tally, _MeasuredPass | None]] = deque()  # no pass: the chunk is complete
+
+    def finished(left: int) -> Iterator[tuple[Chunk, Tally]]:
+        while len(behind) > left:
+            chunk, tally, measured = behind.popleft()
+            if measured is None:
+                yield chunk, tally
+            else:
+                _add(tally, reader, measured, settings["redact"])
+
+    for chunk in chunks:
+        tally = Tally(settings["examples"], documents=len(chunk.documents))
+        for sequences in _batches(reader, chunk, settings):
+            behind.append((chunk, tally, _measure(tally, reader, sequences)))
+            yield from finished(1)
+        behind.append((chunk, tally, None))
+    yield from finished(0)
+
+
+def _batches(reader: CorpusModel, chunk: Chunk, settings: dict[str, Any]) -> Iterator[list[_Sequence]]:
+    """Sequences that run together: within a chunk alone, since rounding in a model depends on them."""
     by_length: dict[int, list[_Sequence]] = {}
     for document in chunk.documents:
         ids = reader.ids(document.content)
         for start in range(0, len(ids), settings["length"]):
             piece = ids[start : start + settings["length"]]
             by_length.setdefault(len(piece), []).append(_Sequence(document.number, start, document.source, piece))
-    passes: list[_MeasuredPass] = []
-    with _evaluation(reader.module):
-        for _, sequences in sorted(by_length.items()):
-            for start in range(0, len(sequences), settings["batch"]):
-                passes.append(_measure(tally, reader, sequences[start : start + settings["batch"]]))
-    profiles = iter(on_host([layer for one in passes for layer in one.profiles]))
-    for one in passes:
-        excerpt = None if settings["redact"] else functools.partial(_excerpt, reader, one.sequences)
-        places = [(sequence.document, sequence.start, sequence.source) for sequence in one.sequences]
-        tally.add(one.names, [next(profiles) for _ in one.names], one.targets, places, excerpt)
-    return tally
+    for _, sequences in sorted(by_length.items()):
+        for start in range(0, len(sequences), settings["batch"]):
+            yield sequences[start : start + settings["batch"]]
 
 
-class _MeasuredPass(NamedTuple):
-    """A few numbers of every layer of one pass, still on the device that computed them."""
-
-    sequences: list[_Sequence]
-    targets: Tensor
-    names: list[str]
-    profiles: list[Profile]
+def _add(tally: Tally, reader: CorpusModel, measured: _MeasuredPass, redact: bool) -> None:
+    """Add the numbers of one pass, once they have arrived."""
+    excerpts = None if redact else [reader.tokens_of(sequence.ids) for sequence in measured.sequences]
+    places = [(sequence.document, sequence.start, sequence.source) for sequence in measured.sequences]
+    tally.add(measured.names, measured.profiles(), measured.targets, places, excerpts)
 
 
 def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _MeasuredPass:
@@ -219,18 +241,12 @@ def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _
     targets = targets_of(ids)
     on_device = _sent(targets, device)
     profiles = [profile(layer.weights, on_device) for layer in layers]
-    return _MeasuredPass(sequences, targets, [layer.name for layer in layers], profiles)
+    return _MeasuredPass(sequences, targets, [layer.name for layer in layers], sent_to_host(profiles))
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
     """A copy on a device, which the host does not wait for."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def _excerpt(reader: CorpusModel, sequences: list[_Sequence], n: int, positions: list[int]) -> list[str]:
-    """Tokens of the nth sequence at positions."""
-    tokens = reader.tokens(sequences[n].ids)
-    return [tokens[at] for at in positions]
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import exact
-from .profile import BINS, SUMS, Profile, bin_of
+from .profile import BINS, SUMS, Profile, bin_sizes
 
 __all__ = ["COLUMNS", "LayerTally", "Tally", "Tie"]
 
@@ -85,7 +86,7 @@ class Tally:
         profiles: Sequence[Profile],
         targets: Tensor,
         places: Sequence[tuple[int, int, str]],
-        excerpt: Callable[[int, list[int]], list[str]] | None,
+        excerpts: Sequence[Callable[[list[int]], list[str]]] | None,
     ) -> None:
         """Add one pass over sequences of equal length.
 
@@ -94,7 +95,7 @@ class Tally:
             profiles: Of the layers, on the host.
             targets: ``(b, 1, t, 1)``, as `profile` takes them.
             places: For each sequence its document, its first token there and the name of its source.
-            excerpt: Tokens of a sequence at positions; None stores no text.
+            excerpts: For each sequence a function from positions to tokens; None stores no text.
         """
         batch, _, length, _ = targets.shape
         self._check_layers(names, [p.sums.shape[1] for p in profiles])
@@ -102,12 +103,15 @@ class Tally:
         self.followers += batch * (length - 1)
         self.repeats += int((targets >= 0).sum())
         self.sequences += batch
-        counts = bin_of(length).sum(0).long().tolist()
-        self.keys = [a + batch * b for a, b in zip(self.keys, counts, strict=True)]
-        for layer, numbers in zip(self.layers, profiles, strict=True):
-            for sums in exact.as_digits(numbers.sums):
-                layer.sums = exact.add(layer.sums, sums)
-            self._add_ties(layer, numbers, places, excerpt, length)
+        self.keys = [a + batch * b for a, b in zip(self.keys, bin_sizes(length), strict=True)]
+        # All layers and sequences at once; digits of fewer than 2³¹ sequences add up without a carry.
+        digits = exact.as_digits(torch.cat([p.sums for p in profiles], 1)).sum(0)
+        total = exact.add(torch.cat([layer.sums for layer in self.layers]), digits)
+        sums = total.split([len(layer.ties) for layer in self.layers])
+        for layer, numbers, of_layer in zip(self.layers, profiles, sums, strict=True):
+            layer.sums = of_layer
+            if self.examples:
+                self._add_ties(layer, numbers, places, excerpts, length)
 
     def _check_layers(self, names: Sequence[str], heads: Sequence[int]) -> None:
         if not self.layers:
@@ -118,18 +122,19 @@ class Tally:
                 f"every pass must have the same layers; got {list(names)} after {[name for name, _ in expected]}."
             )
 
-    def _add_ties(self, layer: LayerTally, numbers: Profile, places: Any, excerpt: Any, length: int) -> None:
-        if not self.examples:
-            return
+    def _add_ties(self, layer: LayerTally, numbers: Profile, places: Any, excerpts: Any, length: int) -> None:
         weights, queries, keys = (x.tolist() for x in (numbers.tie, numbers.query, numbers.key))
         for n, (document, start, source) in enumerate(places):
             for h, ties in enumerate(layer.ties):
-                tie = Tie(weights[n][h], document, start, queries[n][h], keys[n][h], source, ())
-                if tie.weight <= 0 or (len(ties) == self.examples and tie.rank > ties[-1].rank):
+                weight = weights[n][h]
+                if weight <= 0 or (len(ties) == self.examples and weight < ties[-1].weight):
                     continue
-                if excerpt is not None:
+                tie = Tie(weight, document, start, queries[n][h], keys[n][h], source, ())
+                if len(ties) == self.examples and tie.rank > ties[-1].rank:
+                    continue
+                if excerpts is not None:
                     positions = _excerpt_positions(tie, length)
-                    tie = tie._replace(excerpt=tuple(zip(positions, excerpt(n, positions), strict=True)))
+                    tie = tie._replace(excerpt=tuple(zip(positions, excerpts[n](positions), strict=True)))
                 layer.ties[h] = strongest([*ties, tie], self.examples)
 
     def merge(self, other: Tally) -> Tally:
@@ -188,8 +193,8 @@ def strongest(ties: Iterable[Tie], count: int) -> list[Tie]:
 
 def _excerpt_positions(tie: Tie, length: int) -> list[int]:
     """Positions near the key and near the query."""
-    near = {n for at in (tie.key, tie.query) for n in range(at - CONTEXT, at + CONTEXT + 1)}
-    return sorted(n for n in near if 0 <= n < length)
+    near = (range(max(at - CONTEXT, 0), min(at + CONTEXT + 1, length)) for at in (tie.key, tie.query))
+    return sorted({*chain.from_iterable(near)})
 
 
 def _tie(value: list[Any]) -> Tie:

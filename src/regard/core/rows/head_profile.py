@@ -20,7 +20,14 @@ from ..torch_state import in_functorch, is_tracing, without_autocast
 from .relations import Relations
 from .sources import ScoreRows
 
-__all__ = ["head_profile"]
+__all__ = ["BINS", "SUMS", "head_profile"]
+
+#: Bins of distances and of positions: 0, 1, then from each power of two to the next.
+BINS = 32
+#: The sums of a head, in the order of their columns; BINS sums of weight by distance and of received weight follow.
+SUMS = (
+    "entropy", "entropy²", "peak", "peak²", "weight", "distance", "distance²", "previous", "first", "induction",
+)  # fmt: skip
 
 
 def head_profile(matrix: Relations, targets: Tensor) -> Results | None:
@@ -31,11 +38,11 @@ def head_profile(matrix: Relations, targets: Tensor) -> Results | None:
         targets: A key for each row, or −1: ``(b, 1, t, 1)``.
 
     Returns:
-        `entropy`, `largest`: of every row (b, h, t). `first`, `target`: the weight on the first key and on the target,
-        of every row or summed over blocks of rows (b, h, n); the first row counts nothing in `first`. `received`
-        (b, h, t). `diagonals` (b, h, 2 t − 1), index j − i + t − 1; or in their place, summed over blocks of keys
-        (b, h, n): `bins` (b, h, n, BINS), `distance`, `distance²` and `previous`. `tie`, `query`, `key` (b, h): the
-        largest weight on a key that is neither the first nor the row's own, and its place.
+        On a GPU `sums` (b, h, SUMS and 2 · BINS) and `place` (b, h, 3), in float64: of the largest weight on a key that
+        is neither the first nor the row's own the weight, its row and its key. Of compiled tiles the numbers that these
+        follow from: `entropy`, `largest`, `first`, `target` of every row (b, h, t), but for `first` of the first row;
+        `received` (b, h, t); `diagonals` (b, h, 2 t − 1), index j − i + t − 1; `tie`, `query`, `key` (b, h) for the
+        largest weight.
     """
     factors = matrix._factors
     if len(factors.batch) != 1 or matrix._one_head or factors.query_offset:
@@ -51,11 +58,12 @@ def head_profile(matrix: Relations, targets: Tensor) -> Results | None:
         return None
     problem = source.problem
     rows = matrix._ask(Request(("norm", "entropy", "max_score")))
-    numbers = without_autocast(problem.q, lambda: kernels.profile_pass(problem, rows["norm"], targets))
-    return {
+    numbers = without_autocast(problem.q, lambda: kernels.profile_pass(problem, rows, targets))
+    if "sums" in numbers:
+        return numbers
+    return numbers | {
         "entropy": rows["entropy"],
         "largest": weights_of_scores(rows["max_score"], rows["norm"]),
-        **numbers,
     }
 
 

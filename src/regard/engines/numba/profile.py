@@ -17,14 +17,14 @@ def serves_profile(problem: Problem) -> bool:
     return serves(problem) and 0 not in problem.shape
 
 
-def profile_pass(problem: Problem, norm: Tensor, targets: Tensor) -> Results:
+def profile_pass(problem: Problem, rows: Results, targets: Tensor) -> Results:
     """All sums of finished rows, as `core/rows/head_profile.py` names them."""
     b, h, i, j = problem.shape
     block_i, block_j = _tile_size(problem)  # tiles whose products are those that the norm was computed from
     call = KernelCall(problem, block_i, block_j)
     chunks = _chunks(i, b * h, block_i)
     call.set(chunks=chunks)
-    call.out("norm", norm.contiguous())
+    call.out("norm", rows["norm"].contiguous())
     call.out("targets", targets.expand(b, 1, i, 1).contiguous())
     received = call.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64, device="cpu"))
     diagonals = call.out("diagonals", torch.zeros(chunks, b, h, i + j - 1, dtype=torch.float64, device="cpu"))

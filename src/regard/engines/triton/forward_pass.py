@@ -31,7 +31,7 @@ from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
 from .kernels.forward import Outputs, forward_kernel, row_stats
 from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
-from .tile_config import Config, choose_config, is_short
+from .tile_config import Config, choose_config, gluon_config, is_short
 
 #: Groups of tiles whose largest score is stored: four times the 16 that `uses_candidates` allows, since all are sorted for a bound.
 MAX_GROUPS = 64
@@ -41,6 +41,8 @@ FEW_TILES = 3
 POOLED_TOGETHER = (16, 8, 4, 2)
 #: Columns of float32 vectors up to which Wᵀ u is sums of weights times a number a row: a product at float32 accuracy takes longer.
 FEW_COLUMNS = 4
+#: Results of `row_pass_pipelined`.
+ROW_PASS = ("lse", "norm", "max_score", "entropy")
 #: Common arguments that the Gluon kernels accept: they support no score modifiers.
 GLUON_ARGS = ("mask", "sizes", "scale2", "D", "MASK")
 
@@ -57,7 +59,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     if v is not None:
         v = v.expand(p.b, -1, -1, -1)
         outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
-    config = _forward_config(p, names, v, e, store)
+    config = _forward_config(p, names, v, e, store, with_tile_maxima)
     tiles_per_group = 1
     if with_tile_maxima:
         ragged = 0 if p.mask_format.kind in ("none", "causal") else 2  # an edge on either side, at most
@@ -71,7 +73,9 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         outputs["scores"] = empty(p.b, p.h, p.i, pitch, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
     kernel = forward_kernel
-    if config.gluon:
+    if config.gluon and v is None:
+        from .hopper.row_pass_pipelined import row_pass_pipelined_kernel as kernel
+    elif config.gluon:
         from .hopper.forward_ws import forward_ws_kernel as kernel
 
     def launch_args() -> LaunchArgs:
@@ -87,6 +91,8 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "TILE_MAXIMA": with_tile_maxima,
             "SINK": problem.sink is not None, "SHARED_KV": p.product and p.values_are_keys(v), **config.launch,
         }  # fmt: skip
+        if config.gluon and v is None:
+            return p.i // config.block_i * p.b * p.h, _row_pass_args(p, config, args)
         if config.gluon and v is not None:
             args |= {"tile_counter": tile_counter, **{name: common_args[name] for name in GLUON_ARGS}}
             return _forward_ws_args(p, config, v, outputs["y"], args)
@@ -100,18 +106,28 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args,
         }  # fmt: skip
 
-    tile_counter = new_tile_counter(p) if config.gluon else None
+    tile_counter = new_tile_counter(p) if config.gluon and v is not None else None
     tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter]
     launch(kernel, p.key and (p.key, names, with_tile_maxima, store, config), tensors, launch_args)
     return outputs
 
 
-def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int, store: bool) -> Config:
+def _forward_config(
+    p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int, store: bool, with_tile_maxima: bool
+) -> Config:
     """Warp specialisation needs TMA for all inputs, and values as wide as keys."""
 
     def fits(config: Config) -> bool:
         return p.i > 64 and v is not None and v.dtype == p.q.dtype == p.k.dtype and tma_fits_heads(p.q, p.k, v)
 
+    def rows_fit(config: Config) -> bool:
+        same, tma = p.q.dtype == p.k.dtype, tma_fits(p.d, (p.q, config.block_i), (p.k, config.block_j))
+        return same and p.even_blocks(config) and tma and {*names} <= {*ROW_PASS}
+
+    if v is None and not (with_tile_maxima or store or is_short(p, e)):
+        rows = gluon_config("row_pass", p, 0, rows_fit, ("forward",))
+        if rows is not None:
+            return rows
     return choose_config(_forward_name(p, names, v, e, store), p, e, v, fits)
 
 
@@ -160,6 +176,18 @@ def _forward_ws_args(p: KernelInputs, config: Config, v: Tensor, y: Tensor, args
     }
 
 
+def _row_pass_args(p: KernelInputs, config: Config, args: dict[str, Any]) -> dict[str, Any]:
+    wanted = "STATS", "out", "sink", "row_table", "heads", "heads_per_group", "SINK"
+    return {
+        **{name: args[name] for name in wanted},
+        **{name: p.common_args[name] for name in GLUON_ARGS},
+        **gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j)),
+        **config.launch,
+        "STAGES": config.stages,
+        "WARPS": config.warps,
+    }
+
+
 def _counted(size: int, width: int) -> int:
     """Components of a tile that are multiplied: all of its width, but for 160 or 192 in a tile of 256 only three quarters."""
     return 192 if 128 < size <= 192 and width == 256 else width
@@ -205,7 +233,7 @@ def _columns(
             **config.launch,
         }  # fmt: skip
         if config.gluon:
-            return p.j // config.block_j * heads, args | _pipelined_args(p, config, norm2, factors)
+            return p.j // config.block_j * heads, args | _column_pipeline_args(p, config, norm2, factors)
         tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
         return triton.cdiv(p.j, config.block_j) * heads, {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2, "factors": norm2 if factors is None else factors,
@@ -223,15 +251,22 @@ def _columns(
     return outputs
 
 
-def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor, factors: Tensor | None) -> dict[str, Any]:
+def pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, Any]:
+    """Arguments of the pipelined kernels that walk rows: tiles of queries with one number a row."""
     from .hopper.gluon_ops import row_vector_descriptor
 
     descriptors, lines = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j)), p.i // config.block_i
     descriptors["lse2_desc"], descriptors["row_layout"] = row_vector_descriptor(norm2, p.h, config.block_i, lines)
-    descriptors["factors_desc"] = descriptors["lse2_desc"]
-    if factors is not None:
-        descriptors["factors_desc"], _ = row_vector_descriptor(factors, p.h, config.block_i, lines)
     return {"STAGES": config.stages, **descriptors, **{name: p.common_args[name] for name in GLUON_ARGS}}
+
+
+def _column_pipeline_args(p: KernelInputs, config: Config, norm2: Tensor, factors: Tensor | None) -> dict[str, Any]:
+    from .hopper.gluon_ops import row_vector_descriptor
+
+    args = pipelined_args(p, config, norm2)
+    if factors is None:
+        return args | {"factors_desc": args["lse2_desc"]}
+    return args | {"factors_desc": row_vector_descriptor(factors, p.h, config.block_i, p.i // config.block_i)[0]}
 
 
 def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, int, int]:

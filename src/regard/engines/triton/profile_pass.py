@@ -11,11 +11,12 @@ from torch import Tensor
 from ...core.problem import Problem
 from ...core.stats import Request, Results
 from . import unsupported_reason
+from .forward_pass import pipelined_args
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, padded_size, tma_descriptors
-from .kernels.profile import BINS, chosen_keys_kernel, profile_kernel
-from .kernels.tile_ops import row_arg, tensor_arg
+from .kernels.profile import BINS, chosen_keys_kernel, head_sums_kernel, profile_kernel
+from .kernels.tile_ops import row_arg, tensor_arg, tma_fits
 from .launcher import launch
-from .tile_config import choose_config
+from .tile_config import Config, choose_config
 
 __all__ = ["profile_pass", "serves_profile"]
 
@@ -30,42 +31,72 @@ def serves_profile(problem: Problem) -> bool:
     return product and there and unsupported_reason(problem, Request(("norm",))) is None
 
 
-def profile_pass(problem: Problem, norm: Tensor, targets: Tensor) -> Results:
-    """All sums of finished rows, as `core/rows/head_profile.py` names them."""
+def profile_pass(problem: Problem, rows: Results, targets: Tensor) -> Results:
+    """All sums of every head, `sums` and `place` of `core/rows/head_profile.py`."""
     p = KernelInputs(problem)
+    norm = rows["norm"].contiguous()
     norm2 = p.norm2(norm)
-    chosen = _chosen_keys(p, norm2, targets)
-    results = _over_keys(p, norm2)
-    best = results["tie"].max(-1)  # of all blocks of keys
-    places = {name: results[name].gather(-1, best.indices[..., None])[..., 0] for name in ("query", "key")}
-    first, previous, target = chosen.unbind(2)
-    return {**results, "first": first, "previous": previous, "target": target, "tie": best.values, **places}
+    chosen, over_keys = _chosen_keys(p, norm2, targets), _over_keys(p, norm2)
+    sums = empty(p.b, p.h, 10 + 2 * BINS.value, like=p.q, dtype=torch.float64)
+    place = empty(p.b, p.h, 3, like=p.q, dtype=torch.float64)
+    tensors = {
+        "entropy": rows["entropy"].contiguous(), "max_score": rows["max_score"].contiguous(), "norm": norm, "chosen": chosen,
+        "received": over_keys["received"], "distance": over_keys["distance"], "square": over_keys["distance²"],
+        "bins": over_keys["bins"], "tie": over_keys["tie"], "query": over_keys["query"], "key": over_keys["key"], "out": sums,
+        "out_place": place,
+    }  # fmt: skip
+    sizes = {
+        "rows": p.i, "chosen_blocks": chosen.shape[-1], "lines": over_keys["bins"].shape[2], "blocks": over_keys["tie"].shape[2],
+        "BLOCK": 1024, "num_warps": 8,
+    }  # fmt: skip
+    launch(head_sums_kernel, (*sizes.values(),), [*tensors.values()], lambda: (p.b * p.h, {**tensors, **sizes}))
+    return {"sums": sums, "place": place}
 
 
 def _over_keys(p: KernelInputs, norm2: Tensor) -> dict[str, Tensor]:
-    config = choose_config("profile", p, 0, None)
+    config = _config(p)
     table, blocks = p.key_table(config), triton.cdiv(p.j, config.block_j)
+    kernel, lines = profile_kernel, 1
+    if config.gluon:
+        from .hopper.profile_pipelined import profile_pipelined_kernel as kernel
+
+        lines = config.warps
     names = {"received": p.j, "distance": p.j, "distance²": p.j, "tie": blocks}
     out = {name: empty(p.b, p.h, n, like=p.q, dtype=torch.float32) for name, n in names.items()}
     out |= {name: empty(p.b, p.h, blocks, like=p.q, dtype=torch.int64) for name in ("query", "key")}
-    out["bins"] = empty(p.b, p.h, blocks, BINS.value, like=p.q, dtype=torch.float32)
+    out["bins"] = empty(p.b, p.h, blocks * lines, BINS.value, like=p.q, dtype=torch.float32)
 
     def launch_args() -> LaunchArgs:
         block_d, heads = padded_size(p.d, p.q), p.b * p.h
-        tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
-        arguments: dict[str, Any] = {
-            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2,
-            "key_table": table, "out_received": row_arg(out["received"]), "out_distance": row_arg(out["distance"]),
-            "out_square": row_arg(out["distance²"]), "out_bins": out["bins"], "out_tie": out["tie"], "out_query": out["query"],
-            "out_key": out["key"], "heads": heads, "heads_per_group": p.heads_per_group(0), "SCALE_FOLDED": p.scale_folded,
-            "TMA": tma, "EDGES": p.edges(config), "EVEN_BLOCKS": p.even_blocks(config), "BLOCK_D": block_d, **p.common_args,
-            **config.launch,
+        outputs: dict[str, Any] = {
+            "out_received": row_arg(out["received"]), "out_distance": row_arg(out["distance"]), "out_square": row_arg(out["distance²"]),
+            "out_bins": out["bins"], "out_tie": out["tie"], "out_query": out["query"], "out_key": out["key"],
+            "heads": heads, "heads_per_group": p.heads_per_group(0), **config.launch,
         }  # fmt: skip
-        return blocks * heads, arguments
+        if config.gluon:
+            arguments = outputs | pipelined_args(p, config, norm2) | {"WARPS": config.warps}
+            return blocks * heads, {name: x for name, x in arguments.items() if name != "mask"}
+        tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
+        return blocks * heads, {
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2, "key_table": table,
+            "SCALE_FOLDED": p.scale_folded, "TMA": tma, "EDGES": p.edges(config), "EVEN_BLOCKS": p.even_blocks(config),
+            "BLOCK_D": block_d, **p.common_args, **outputs,
+        }  # fmt: skip
 
     tensors = [*p.tensors, norm2, table.ptr, *out.values()]
-    launch(profile_kernel, p.key and (p.key, config), tensors, launch_args)
+    launch(kernel, p.key and (p.key, config), tensors, launch_args)
     return out
+
+
+def _config(p: KernelInputs) -> Config:
+    """The pipelined kernel needs TMA for all inputs, squares of rows and keys, and bins that begin on diagonals of blocks."""
+
+    def fits(config: Config) -> bool:
+        squares = p.i == p.j and p.mask_format.kind in ("none", "causal") and p.problem.offset == 0
+        same = p.q.dtype == p.k.dtype and p.even_blocks(config)
+        return squares and same and tma_fits(p.d, (p.q, config.block_i), (p.k, config.block_j))
+
+    return choose_config("profile", p, 0, None, fits)
 
 
 def _chosen_keys(p: KernelInputs, norm2: Tensor, targets: Tensor) -> Tensor:

@@ -23,14 +23,20 @@ from .gluon_ops import alloc_barriers, alloc_smem, sync_threads, tma_load_async
 
 
 @gluon.jit
-def prefetch(q_desc, q_layout, lse2_desc, factors_desc, row_layout, b, h, n, past, slots, slot, BLOCK_I: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
-    """Load row block n, if there is one, its row terms and factors into a slot."""
-    tiles, terms, ready, factors = slots
+def prefetch(q_desc, q_layout, lse2_desc, row_layout, b, h, n, past, slots, slot, BLOCK_I: gl.constexpr):
+    """Load row block n, if there is one, and its row terms into a slot."""
     if n < past:
-        tma_load_async(q_desc, q_layout, b, h, n * BLOCK_I, ready.index(slot), tiles.index(slot))
-        tma_load_async(lse2_desc, row_layout, b, h, n, ready.index(slot), terms.index(slot))
-        if WEIGHTED:
-            tma_load_async(factors_desc, row_layout, b, h, n, ready.index(slot), factors.index(slot))
+        ready = slots[2].index(slot)
+        tma_load_async(q_desc, q_layout, b, h, n * BLOCK_I, ready, slots[0].index(slot))
+        tma_load_async(lse2_desc, row_layout, b, h, n, ready, slots[1].index(slot))
+
+
+@gluon.jit
+def prefetch_factors(factors_desc, row_layout, b, h, n, past, slots, slot, WEIGHTED: gl.constexpr):
+    """Load the factors of row block n, if rows have factors."""
+    if WEIGHTED:
+        if n < past:
+            tma_load_async(factors_desc, row_layout, b, h, n, slots[2].index(slot), slots[3].index(slot))
 
 
 @gluon.jit
@@ -88,9 +94,8 @@ def column_pass_pipelined_kernel(
         factors = alloc_smem(factors_desc, STAGES)
     slots = tiles, terms, ready, factors
     for n in gl.static_range(STAGES):
-        prefetch(
-            q_desc, q_layout, lse2_desc, factors_desc, row_layout, b, h, first + n, past, slots, n, BLOCK_I, WEIGHTED
-        )
+        prefetch(q_desc, q_layout, lse2_desc, row_layout, b, h, first + n, past, slots, n, BLOCK_I)
+        prefetch_factors(factors_desc, row_layout, b, h, first + n, past, slots, n, WEIGHTED)
     zero_acc = gl.zeros([BLOCK_J, HALF], gl.float32, S)
     received = gl.zeros([BLOCK_J], gl.float32, gl.SliceLayout(1, S))
     pool_sum = received
@@ -130,9 +135,8 @@ def column_pass_pipelined_kernel(
             )  # fmt: skip
             s = warpgroup_mma_wait(0, deps=(s,))
             sync_threads()  # no thread reads this block any more
-            prefetch(
-                q_desc, q_layout, lse2_desc, factors_desc, row_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I, WEIGHTED
-            )  # fmt: skip
+            prefetch(q_desc, q_layout, lse2_desc, row_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I)
+            prefetch_factors(factors_desc, row_layout, b, h, n + STAGES, past, slots, slot, WEIGHTED)
     if POOL:
         flush_pool_row(pool_sum, pool, b, h, pool_columns(j, POOL), 2 * first, 2 * past, sizes, HALF, POOL)
     if RECEIVED:

@@ -102,6 +102,15 @@ def alloc_smem(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def own_cells(x):
+    """A product as (lines, 4, n): four threads share a line, and each has every fourth pair of its cells. Nothing is moved."""
+    LINES: gl.constexpr = x.shape[0]
+    CELLS: gl.constexpr = x.shape[1]
+    x = gl.permute(gl.reshape(x, [LINES, CELLS // 8, 4, 2]), (0, 2, 1, 3))
+    return gl.reshape(x, [LINES, 4, CELLS // 4])
+
+
+@gluon.jit
 def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT mbarriers, each with ARRIVALS arrivals a phase."""
     barrier = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -197,6 +206,7 @@ __all__ = [
     "load_acquire",
     "load_head_tile",
     "next_tile",
+    "own_cells",
     "publish_tile",
     "receive_tile",
     "round_pairs",

@@ -3,7 +3,8 @@
 A program owns a block of keys and walks the row blocks that see them, as in `column_pass`, in a fixed order and without
 atomics. Distances are counted in bins: 0, 1, then from each power of two to the next. A tile of weights far from the
 diagonal lies within one bin, so that the sums of its columns are those of the bin too; only tiles across an edge of a bin
-look at every cell. `chosen_keys_kernel` has the weights of every row on the few keys that a corpus run names.
+look at every cell. `chosen_keys_kernel` has the weights of every row on the few keys that a corpus run names, and
+`head_sums_kernel` adds up a head's rows, keys and tiles: PyTorch takes forty kernels for that.
 """
 
 from __future__ import annotations
@@ -180,4 +181,84 @@ def chosen_keys_kernel(
         tl.store(out + (head.to(tl.int64) * 3 + CHOICE) * blocks + block, tl.sum(tl.sum(w, 1), 0))
 
 
-__all__ = ["BINS", "chosen_keys_kernel", "profile_kernel"]
+@triton.jit
+def add_up(x, n, BLOCK: tl.constexpr):
+    """The sum of n float32 in float64."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def add_up_rows(entropy, max_score, norm, n, BLOCK: tl.constexpr):
+    """Sums of the entropy and of the largest weight of n rows, and of their squares."""
+    e1, e2 = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    w1, w2 = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        e = tl.load(entropy + i, mask=i < n, other=0.0)
+        e = tl.where(e < 0, 0.0, e).to(tl.float64)
+        s = tl.load(max_score + i, mask=i < n, other=float("-inf"))
+        m, l = tl.load(norm + 2 * i, mask=i < n, other=0.0), tl.load(norm + 2 * i + 1, mask=i < n, other=0.0)
+        # A row without keys has l = 0, m = -inf and a largest score of -inf: its weight is 0.
+        w = (tl.exp(s - tl.where(l == 0, 0.0, m)) / tl.where(l == 0, 1.0, l)).to(tl.float64)
+        e1, e2, w1, w2 = e1 + e, e2 + e * e, w1 + w, w2 + w * w
+    return tl.sum(e1, 0), tl.sum(e2, 0), tl.sum(w1, 0), tl.sum(w2, 0)
+
+
+@triton.jit
+def add_up_by_position(x, n, BLOCK: tl.constexpr):
+    """Sums of n numbers by the bin of their position. Blocks but the first lie within one bin."""
+    slot, j = tl.arange(0, BINS), tl.arange(0, BLOCK)
+    first, own_bin = tl.load(x + j, mask=j < n, other=0.0).to(tl.float64), bin_of(j)
+    bins = tl.zeros([BINS], tl.float64)
+    for at in range(0, bin_of(tl.minimum(n, BLOCK) - 1) + 1):
+        bins += tl.where(slot == at, tl.sum(tl.where(own_bin == at, first, 0.0), 0), 0.0)
+    for start in range(BLOCK, n, BLOCK):
+        numbers = tl.load(x + start + j, mask=start + j < n, other=0.0).to(tl.float64)
+        bins += tl.where(slot == bin_of(start), tl.sum(numbers, 0), 0.0)
+    return bins
+
+
+@triton.jit
+def head_sums_kernel(
+    entropy, max_score, norm, chosen, received, distance, square, bins, tie, query, key, out, out_place, rows, chosen_blocks, lines, blocks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of one head over its rows, keys and tiles, in float64 and in the order of `core/rows/head_profile.SUMS`."""
+    head = tl.program_id(0).to(tl.int64)
+    e1, e2, w1, w2 = add_up_rows(entropy + head * rows, max_score + head * rows, norm + 2 * head * rows, rows, BLOCK)
+    slot, line = tl.arange(0, BINS), tl.arange(0, 64)
+    by_distance = tl.zeros([64, BINS], tl.float64)
+    for start in range(0, lines, 64):
+        at = ((head * lines + start + line) * BINS)[:, None] + slot[None, :]
+        by_distance += tl.load(bins + at, mask=(start + line)[:, None] < lines, other=0.0).to(tl.float64)
+    by_distance = tl.sum(by_distance, 0)
+    out += head * (10 + 2 * BINS)
+    tl.store(out + 0, e1)
+    tl.store(out + 1, e2)
+    tl.store(out + 2, w1)
+    tl.store(out + 3, w2)
+    tl.store(out + 4, tl.sum(by_distance, 0))
+    tl.store(out + 5, add_up(distance + head * rows, rows, BLOCK))
+    tl.store(out + 6, add_up(square + head * rows, rows, BLOCK))
+    for choice in range(0, 3):  # the first key, the previous key, the target
+        weight = add_up(chosen + (head * 3 + choice) * chosen_blocks, chosen_blocks, 128)
+        tl.store(out + tl.where(choice == 0, 8, tl.where(choice == 1, 7, 9)), weight)
+    tl.store(out + 10 + slot, by_distance)
+    tl.store(out + 10 + BINS + slot, add_up_by_position(received + head * rows, rows, BLOCK))
+    largest, place = -1.0, head * 0
+    for start in range(0, blocks, 128):
+        at = start + tl.arange(0, 128)
+        weights = tl.load(tie + head * blocks + at, mask=at < blocks, other=-1.0)
+        here = tl.max(weights, 0)
+        place = tl.where(here > largest, start + tl.argmax(weights, 0), place)
+        largest = tl.maximum(here, largest)
+    tl.store(out_place + head * 3, largest.to(tl.float64))
+    tl.store(out_place + head * 3 + 1, tl.load(query + head * blocks + place).to(tl.float64))
+    tl.store(out_place + head * 3 + 2, tl.load(key + head * blocks + place).to(tl.float64))
+
+
+__all__ = ["BINS", "chosen_keys_kernel", "head_sums_kernel", "profile_kernel"]
