@@ -103,7 +103,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "core.rows.position_questions": {"core.indexing", "core.rows.complete_rows", "core.rows.questions", "core.torch_state"},
     "core.rows.head_reduction": {
-        "core.arguments", "core.broadcast", "core.inherited", "core.pytree", "core.results", "core.rows.position_questions", "core.rows.sources", "core.rows.complete_rows", "core.scores.kinds",
+        "core.arguments", "core.broadcast", "core.inherited", "core.pytree", "core.results", "core.rows.position_questions", "core.rows.questions", "core.rows.sources", "core.rows.complete_rows", "core.scores.kinds",
         "core.rows.head_shares", "core.rows.spans", "core.rows.strips", "core.stats", "core.torch_state", "core.types", "engines",
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},

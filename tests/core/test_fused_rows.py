@@ -52,7 +52,9 @@ def test_a_measure_and_its_gradients_are_the_textbooks(name: str, measure: str, 
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("broken", ["bias", "gradient"])
-def test_a_row_of_nan_reaches_the_keys_that_it_sees_and_no_other(measure: str, broken: str, answers: list[bool]) -> None:
+def test_a_row_of_nan_reaches_the_keys_that_it_sees_and_no_other(
+    measure: str, broken: str, answers: list[bool]
+) -> None:
     judged_where_a_row_is_nan(measure, broken)
     assert all(answers)
 

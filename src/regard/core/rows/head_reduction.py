@@ -22,6 +22,7 @@ from ..types import KeyLike, KeysLike
 from .complete_rows import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .head_shares import HeadShares
 from .position_questions import PositionQuestions
+from .questions import RowQuestions
 from .sources import HeadRows, RowSource, log_of_heads
 from .spans import PoolBy
 from .strips import DenseForm, Question
