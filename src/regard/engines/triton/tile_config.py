@@ -71,6 +71,12 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("head_rows", 64): Config(128, 128, 8, 3),
     ("head_rows", 128): Config(128, 128, 8, 3),
     ("head_rows", 256): Config(128, 64, 8, 2),
+    ("head_rows_dq", 64): Config(64, 64, 4, 3, tma=False),
+    ("head_rows_dq", 128): Config(128, 64, 8, 3, tma=False),
+    ("head_rows_dq", 256): Config(64, 32, 8, 1, tma=False),
+    ("head_rows_dk", 64): Config(64, 64, 4, 3, tma=False),
+    ("head_rows_dk", 128): Config(64, 128, 8, 3, tma=False),
+    ("head_rows_dk", 256): Config(32, 64, 8, 1, tma=False),
     # With z = Wᵀ u, a second product.
     ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
     ("columns_with_u", 128): Config(64, 64, 4, 3),
