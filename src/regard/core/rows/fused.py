@@ -174,8 +174,8 @@ def _of_heads(kernels: Any, heads: HeadRows, question: Question) -> list[Tensor]
 
 
 def _head_inputs(kernels: Any, groups: int, problem: Problem, norm: Tensor | None, shares: HeadShares | None) -> Any:
-    factors, total = (None, None) if shares is None else (shares.factors, shares.total)
-    return kernels.HeadInputs(problem, norm, groups, factors, total)
+    by = "max" if shares is None else "mean" if shares.mean else "sum"
+    return kernels.HeadInputs(problem, norm, groups, by, None if shares is None else shares.factors)
 
 
 class _HeadEntropyNode(torch.autograd.Function):
@@ -187,7 +187,7 @@ class _HeadEntropyNode(torch.autograd.Function):
 
         def compute() -> tuple[Tensor, Tensor]:
             matrix = _head_inputs(kernels, groups, *unflatten(spec, list(tensors)))
-            return kernels.entropy(matrix), matrix.norm_of_rows
+            return kernels.entropy(matrix), matrix.norm
 
         value, norm = without_autocast(tensors[0], compute)
         ctx.spec, ctx.groups, ctx.count = spec, groups, len(tensors)
@@ -231,7 +231,7 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
         args = (problem, rows.norm, shares, heads.shape[1], second, measure, divided)
         value = without_autocast(problem.q, lambda: head_rows.forward_pass(*args)[0])
         # A mean of kernels adds up rounded shares: of heads that are all on one key it may be an ulp above 1.
-        return value.clamp(min=0) if measure == "entropy" and heads.shares.total is not None else value
+        return value.clamp(min=0) if measure == "entropy" and heads.shares.mean else value
     spec, tensors = flatten((problem, rows.norm, shares, second))
     return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
 

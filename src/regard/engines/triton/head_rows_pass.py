@@ -39,26 +39,21 @@ def serves_heads(problem: Problem) -> bool:
 class HeadInputs:
     """A problem, its norm and the shares of its heads as kernel arguments.
 
-    `factors` has one number a head, in groups of as many adjacent heads each; `total` divides the sum of a group, None
-    where nothing does. Without factors the largest weight counts.
+    `by`: "mean", "sum" or "max" of groups of adjacent heads; `factors` has a number a head, None for a maximum.
     """
 
-    def __init__(
-        self, problem: Problem, norm: Tensor | None, groups: int, factors: Tensor | None, total: Tensor | None
-    ) -> None:
-        self.p, self.groups = KernelInputs(problem), groups
+    def __init__(self, problem: Problem, norm: Tensor | None, groups: int, by: str, factors: Tensor | None) -> None:
+        self.p, self.groups, self.by = KernelInputs(problem), groups, by
         if norm is None:
             norm = ENGINE.compute(problem, Request(("norm",)), ("norm",), {})["norm"]
-        self.norm, self.norm_of_rows = self.p.norm2(norm), norm
-        self.by = "max" if factors is None else "sum" if total is None else "mean"
+        self.norm = norm.contiguous()
         self.factors = self.norm if factors is None else factors.float().contiguous()
-        self.total = self.norm if total is None else total.float().contiguous()
 
     def key(self, *more: Hashable) -> Hashable | None:
         return self.p.key and (self.p.key, self.by, self.groups, *more)
 
     def tensors(self, table: TensorArg) -> list[Tensor | None]:
-        return [*self.p.tensors, self.norm, self.factors, self.total, table.ptr]
+        return [*self.p.tensors, self.norm, self.factors, table.ptr]
 
     def args(self, config: Config, table: TensorArg) -> dict[str, Any]:
         """Arguments that the kernels of tiles take."""
@@ -68,7 +63,7 @@ class HeadInputs:
         )
         return {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": descriptors[0], "k_desc": descriptors[1], "q_layout": layouts[0],
-            "k_layout": layouts[1], "norm": self.norm, "factors": self.factors, "total": self.total, "row_table": table,
+            "k_layout": layouts[1], "norm": self.norm, "factors": self.factors, "row_table": table,
             "groups": self.groups, "SCALE_FOLDED": p.scale_folded, "TMA": tma, "BY": self.by,
             "HEAD_MASK": p.mask_format.kind == "flags" and p.mask_format.arg.flags_h != 0, "BLOCK_D": width, **p.common_args,
             **config.launch,
@@ -89,13 +84,14 @@ def entropy(heads: HeadInputs) -> Tensor:
 
     def finish_args() -> LaunchArgs:
         return p.b * groups * triton.cdiv(p.i, FINISHED_ROWS), {
-            "sums": sums, "norm": heads.norm, "factors": heads.factors, "total": heads.total, "out": out,
+            "sums": sums, "norm": heads.norm, "factors": heads.factors, "out": out,
             "sink": p.unused if sink is None else tensor_arg(sink), "sizes": p.common_args["sizes"], "groups": groups, "splits": splits,
-            "SCALE_FOLDED": p.scale_folded, "SINK": sink is not None, "BY": heads.by, "BLOCK_I": FINISHED_ROWS, "num_warps": 4,
+            "SCALE_FOLDED": p.scale_folded, "SINK": sink is not None, "BY": heads.by, "BLOCK_I": FINISHED_ROWS,
+            "BLOCK_H": triton.next_power_of_2(p.h // groups), "num_warps": 4,
         }  # fmt: skip
 
     (_launch_ws if config.gluon else _launch_plain)(heads, config, sums, splits)
-    tensors = [p.q, sums, heads.norm, heads.factors, heads.total, sink, out]
+    tensors = [p.q, sums, heads.norm, heads.factors, sink, out]
     launch(finish_entropy_kernel, heads.key(splits), tensors, finish_args)
     return out
 
@@ -120,7 +116,7 @@ def _launch_ws(heads: HeadInputs, config: Config, sums: Tensor, splits: int) -> 
         width, items = padded_size(p.d, p.q), p.b * heads.groups * splits * triton.cdiv(p.i, config.block_i)
         return min(items, num_sms(p.q.device)), {
             "q_desc": head_descriptor(p.q, config.block_i // 2, width), "k_desc": head_descriptor(p.k, config.block_j, width),
-            "tile_counter": tile_counter, "out": sums, "norm": heads.norm, "factors": heads.factors, "total": heads.total,
+            "tile_counter": tile_counter, "out": sums, "norm": heads.norm, "factors": heads.factors,
             "row_table": table, "groups": heads.groups, "splits": splits, "items": items, "BY": heads.by, "STAGES": config.stages,
             **{name: p.common_args[name] for name in ("mask", "sizes", "scale2", "MASK")}, **config.launch,
         }  # fmt: skip
@@ -152,7 +148,7 @@ def entropy_backward(heads: HeadInputs, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the queries and keys from that of the entropy (b, g, i), without a sink; strip by strip of rows."""
     p = heads.p
     if heads.by == "mean":
-        grad = grad / heads.total.view(1, -1, 1)
+        grad = grad / heads.factors.view(heads.groups, -1).sum(1, keepdim=True)
     grad = grad.float().contiguous()
     dq = empty(*p.q.shape, like=p.q, dtype=p.q.dtype)
     dk = empty(p.b, p.h, p.j, p.d, like=p.k, dtype=torch.float32)  # heads that share keys have sums of their own

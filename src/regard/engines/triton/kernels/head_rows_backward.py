@@ -16,7 +16,7 @@ from .head_rows import TINY
 from .tile_ops import (
     LN2,
     add_product,
-    load_norm2,
+    load_row_norm,
     load_row_values,
     load_tile,
     log_weight,
@@ -47,7 +47,7 @@ def rows_kernel(
     at = b * groups + h // (sizes.h // groups)
     i, d = start + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
     q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
-    m2, log2l = load_norm2(norm, b, h, i, sizes, SCALE_FOLDED)
+    m2, log2l = load_row_norm(norm, b, h, i, sizes, SCALE_FOLDED)
     centre = tl.zeros([BLOCK_I], tl.float32)
     g = load_row_of_group(grad, at, i, sizes) * tl.load(factors + h)
     dq = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
@@ -94,7 +94,7 @@ def keys_kernel(
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
         s, slope = scores(k_tile, q_tile, i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS, MASK, FP32, True, True)  # fmt: skip
-        m2, log2l = load_norm2(norm, b, h, i, sizes, SCALE_FOLDED)
+        m2, log2l = load_row_norm(norm, b, h, i, sizes, SCALE_FOLDED)
         w = tl.exp2(log_weight(s, m2[None, :], log2l[None, :], 1.0, SCALE_FOLDED))
         x = minus_log2(strip, at, i[None, :], j[:, None], i0, rows, sizes.j)
         g = load_row_of_group(grad, at, i, sizes) * tl.load(factors + h)
