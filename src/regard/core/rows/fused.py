@@ -179,7 +179,7 @@ def _head_inputs(kernels: Any, groups: int, problem: Problem, norm: Tensor | Non
 
 
 class _HeadEntropyNode(torch.autograd.Function):
-    """The autograd node of the entropy of heads together: it saves the norm of the heads, and recomputes the weights."""
+    """The autograd node of the entropy of heads together: it saves their norm, and recomputes the weights."""
 
     @staticmethod
     def forward(ctx: Any, spec: Any, groups: int, *tensors: Tensor) -> Tensor:
@@ -207,7 +207,12 @@ class _HeadEntropyNode(torch.autograd.Function):
 
         grads = [g.to(x.dtype) for g, x in zip(without_autocast(grad, compute), tensors, strict=False)]
         of_rest = [None] * (ctx.count - 2)
-        return None, None, *(g if need else None for g, need in zip(grads, ctx.needs_input_grad[2:4], strict=True)), *of_rest
+        return (
+            None,
+            None,
+            *(g if need else None for g, need in zip(grads, ctx.needs_input_grad[2:4], strict=True)),
+            *of_rest,
+        )
 
 
 # Heads together, and another matrix.

@@ -109,8 +109,8 @@ class HeadReduction(RowQuestions):
         if others or not self._is_by_gpu_kernels(engine, tensors):
             return super()._ask_rows(question, *others)
         request = Request(("norm",))
-        cached = W._cache.get(W._leaves, request)
-        norm = (cached or W._ask(request))["norm"]
+        norm = W._cache.get(W._leaves, request).get("norm")
+        norm = W._ask(request)["norm"] if norm is None else norm
         if not W._is_replayed(W._factors, engine):
             return super()._ask_rows(question)
         key = "heads", W._spec, spec, self._size, self._one_head, engine.name

@@ -119,7 +119,7 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
     ("topk", 128): Config(64, 64, 4, 1, tma=False),
     ("head_rows", 64): Config(64, 64, 4, 1, tma=False),
-    ("head_rows", 128): Config(64, 32, 4, 1, tma=False),
+    ("head_rows", 128): Config(64, 32, 8, 1, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {

@@ -8,6 +8,7 @@ each with every `splits`-th of its key blocks.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -113,7 +114,7 @@ def consumer(
                     next_factor = gl.load(factors + after)
                     w = gl.exp2(s * scale2 - m2[:, None])
                     if BY == "max":
-                        p = gl.maximum(p, w)
+                        p = gl.maximum(p, w, propagate_nan=tl.PropagateNan.ALL)
                     else:
                         p += factor * w
                         total += factor

@@ -35,8 +35,8 @@ def heads_of_tile(
 ):  # fmt: skip
     """Σ_h factor_h w_h of `count` heads from `first` on in a tile (i, j), or the largest w_h (BY "max"); 0 where hidden.
 
-    Also the sum of their factors, which divides a mean. `norm` is (b, h, i, 2), `factors` one number a head. The mask is applied once, to the sum, unless heads
-    have masks of their own (HEAD_MASK).
+    Also the sum of their factors, which divides a mean. `norm` is (b, h, i, 2), `factors` one number a head. The mask is
+    applied once, to the sum, unless heads have masks of their own (HEAD_MASK).
     """
     p, total = tl.zeros([i.shape[0], j.shape[0]], tl.float32), 0.0
     next_m2, next_log2l = load_row_norm(norm, b, first, i, sizes, SCALE_FOLDED)
@@ -55,7 +55,7 @@ def heads_of_tile(
         if HEAD_MASK:
             w = tl.where(visible_at_all(i[:, None], j[None, :], b, h, mask, sizes, MASK), w, 0.0)
         if BY == "max":
-            p = tl.maximum(p, w)
+            p = tl.maximum(p, w, propagate_nan=tl.PropagateNan.ALL)
         else:
             factor = tl.load(factors + h)
             p += factor * w
@@ -120,7 +120,7 @@ def finish_entropy_kernel(
             m2, log2l = load_row_norm(norm, b, h, i, sizes, SCALE_FOLDED)
             sink2 = tl.load(head_ptr(sink, b, h)).to(tl.float32) * LOG2E
             w = tl.exp2(log_weight(sink2, m2, log2l, 1.0, SCALE_FOLDED))
-            p = tl.maximum(p, w) if BY == "max" else p + tl.load(factors + h) * w
+            p = tl.maximum(p, w, propagate_nan=tl.PropagateNan.ALL) if BY == "max" else p + tl.load(factors + h) * w
         x += p * (tl.log2(total) - tl.log2(tl.maximum(p, TINY)))
     x *= LN2
     if BY == "mean":

@@ -22,7 +22,6 @@ from .tile_ops import (
     log_weight,
     row_blocks,
     store_tile,
-    visible_at_all,
 )
 
 
