@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regard
-from regard.engines.triton import tile_config
+from regard.engines.triton import head_rows_pass, tile_config
 from support import head_cases
 
 MASKS: dict[str, Any] = {
@@ -23,6 +23,38 @@ MASKS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_number_is_that_of_float64(name: str, dtype: torch.dtype) -> None:
     head_cases.judged(name, dtype, "cuda", repeats=3)  # computed, recorded, replayed
+
+
+@pytest.mark.parametrize("name", list(filter(head_cases.with_gradients, head_cases.CASES)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gradients_of_the_entropy_are_those_of_float64(name: str, dtype: torch.dtype) -> None:
+    head_cases.judged_gradients(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("strips", [2**26, 2**20])
+@pytest.mark.parametrize(("d", "t", "h", "g"), [(128, 1100, 8, 2), (64, 1024, 4, 4), (256, 400, 2, 1)])
+def test_gradients_of_long_rows_are_those_of_float64(
+    d: int, t: int, h: int, g: int, strips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_rows_pass, "STRIP_NUMBERS", strips)
+    leaves = [torch.randn(1, n, t, d, device="cuda").bfloat16() for n in (h, g)]
+
+    def gradients(dtype: torch.dtype, engine: Any) -> tuple[torch.Tensor, ...]:
+        x = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+        rows = regard.weights(*x, mask=regard.causal(), engine=engine).reduce_heads("mean").entropy()
+        return torch.autograd.grad(rows, x, torch.linspace(-1, 2, t, device="cuda", dtype=rows.dtype)[None])
+
+    for got, want in zip(gradients(torch.bfloat16, "auto"), gradients(torch.float64, "reference"), strict=True):
+        assert (got - want).norm() <= 2 * 2.0**-8 * want.norm()
+
+
+def test_a_column_of_float32_is_multiplied_as_rows_that_count_more_or_less() -> None:
+    q, u = torch.randn(1, 4, 700, 64, device="cuda").bfloat16(), torch.randn(1, 4, 700, 3, device="cuda")
+    u[:, :, 5] = 0
+    want = regard.weights(q.double(), mask=regard.causal(), engine="reference").mT @ u.double()
+    size = regard.weights(q.double(), mask=regard.causal(), engine="reference").mT @ u.double().abs()
+    got = regard.weights(q, mask=regard.causal()).mT @ u
+    assert ((got - want).abs() <= 2e-5 * size + 1e-9).all()
 
 
 @pytest.mark.parametrize("gluon", [True, False])

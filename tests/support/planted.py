@@ -237,8 +237,10 @@ BUGS = [
     Bug("layouts: the stride of a single head counts", "core/problem.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
     Bug("layouts: an operator returns another one than its fake", "core/autograd.py", "return _empty_in_layout(x, result.shape, result.dtype).copy_(result)", "return result", ("layouts",)),
     # core/rows/strips.py and core/rows/comparison.py: complete rows, and two matrices side by side.
-    Bug("triton heads: a sum is not divided", "engines/triton/kernels/head_rows.py", "x = x / tl.load(total + group)", "x = x", ("heads together in the interpreter",)),
-    Bug("triton heads: tiles are not divided", "engines/triton/kernels/head_rows.py", "p = tl.div_rn(p, tl.load(total + group))", "p = p", ("heads together in the interpreter",)),
+    Bug("triton heads: gradients are not centred", "engines/triton/kernels/head_rows_backward.py", "ds = w * (x - centre[:, None]) * slope", "ds = w * x * slope", ("heads together in the interpreter",)),
+    Bug("triton heads: gradients of keys from the last strip alone", "engines/triton/head_rows_pass.py", '"ADD": rows.start > 0', '"ADD": False', ("heads together in the interpreter",)),
+    Bug("triton heads: a sum is not divided", "engines/triton/kernels/head_rows.py", "x = x / total", "x = x", ("heads together in the interpreter",)),
+    Bug("triton heads: tiles are not divided", "engines/triton/kernels/head_rows.py", "p = tl.div_rn(p, tl.where(total == 0.0, 1.0, total))", "p = p", ("heads together in the interpreter",)),
     Bug("triton heads: a sink's share is no outcome", "engines/triton/kernels/head_rows.py", "x += p * (log2_of_total", "x += 0.0 * p * (log2_of_total", ("heads together in the interpreter",)),
     Bug("triton heads: the first head's mask for all", "engines/triton/head_rows_pass.py", "p.mask_format.arg.flags_h != 0", "False", ("heads together in the interpreter",)),
     Bug("triton heads: the norm of the head before", "engines/triton/kernels/head_rows.py", "tl.minimum(h + 1, sizes.h - 1)", "tl.minimum(h, sizes.h - 1)", ("heads together in the interpreter",)),

@@ -176,11 +176,15 @@ def _wrong_indexers(part: int, of: int) -> int:
 def heads_together(part: int, of: int) -> int:
     """Heads taken together, in tiles that are taller than wide and wider than tall."""
     head_rows_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
-    wrong = 0
+    strips, wrong = (head_rows_pass.STRIP_NUMBERS, head_rows_pass.STRIP_ROWS), 0
     for n, name in list(enumerate(head_cases.CASES))[part::of]:
         tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
         try:
-            head_cases.judged(name, (torch.float32, torch.float16)[n // 2 % 2])
+            dtype = (torch.float32, torch.float16)[n // 2 % 2]
+            head_cases.judged(name, dtype)
+            head_rows_pass.STRIP_NUMBERS, head_rows_pass.STRIP_ROWS = (1, 32) if n % 3 else strips
+            if head_cases.with_gradients(name):
+                head_cases.judged_gradients(name, dtype)
         except Exception as error:
             wrong += 1
             print(f"{type(error).__name__}: {error} [heads together, {name}]")

@@ -22,6 +22,7 @@ from ..stats import Request
 from ..torch_state import in_functorch, is_tracing, without_autocast
 from .comparison import Comparison
 from .complete_rows import RowEntropy
+from .head_shares import HeadShares
 from .sources import ChosenRows, HeadRows, RowSource, ScoreRows
 from .spans import TilePool
 from .strips import Question, need_first_order, walk_tiles
@@ -177,30 +178,78 @@ def _gpu_pool(problem: Problem) -> Any:
 
 
 def _kernels_of_heads(heads: HeadRows) -> Any | None:
-    """The module that adds up the heads of a matrix on a GPU; None where strips or compiled tiles do. No gradients."""
+    """The module that adds up the heads of a matrix on a GPU; None where strips or compiled tiles do."""
     rows = heads.heads
-    if not isinstance(rows, ScoreRows) or (torch.is_grad_enabled() and any(t.requires_grad for t in flatten(heads)[1])):
-        return None
-    if _on_cpu(rows.problem):
+    if not isinstance(rows, ScoreRows) or _on_cpu(rows.problem) or heads.shape[0] != rows.shape[0]:
         return None
     from ...engines.triton import head_rows_pass
 
-    return head_rows_pass if heads.shape[0] == rows.shape[0] and head_rows_pass.serves_heads(rows.problem) else None
+    return head_rows_pass if head_rows_pass.serves_heads(rows.problem) else None
 
 
 def _of_heads(kernels: Any, heads: HeadRows, question: Question) -> list[Tensor] | None:
     """The entropy by a kernel of its own; any other statistic of weights from tiles of the finished matrix."""
-    rows, shares = heads.heads, heads.shares
+    rows, asks_entropy = heads.heads, isinstance(question, RowEntropy)
     assert isinstance(rows, ScoreRows)
-    like, asks_entropy = rows.problem.q, isinstance(question, RowEntropy)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in flatten(question)[1])
-    if needs_grad or not (asks_entropy or (question.dense_form == "weights" and not question.counts_sink)):
+    problem = rows.problem
+    spec, tensors = flatten((problem, rows.norm, heads.shares))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *flatten(question)[1])):
+        of_factors = any(t.requires_grad for t in flatten(heads.shares)[1])
+        if not asks_entropy or heads.shares is None or problem.sink is not None or of_factors:
+            return None
+        return [_HeadEntropyNode.apply(spec, heads.shape[1], *tensors)] if _only_queries_and_keys(problem) else None
+    if not asks_entropy and (question.dense_form != "weights" or question.counts_sink):
         return None
-    factors, total = (None, None) if shares is None else (shares.factors, shares.total)
-    matrix = without_autocast(like, lambda: kernels.HeadInputs(rows.problem, rows.norm, heads.shape[1], factors, total))
-    if asks_entropy:
-        return [without_autocast(like, lambda: kernels.entropy(matrix))]
-    return without_autocast(like, lambda: walk_tiles(heads, question, lambda *part: kernels.tiles(matrix, *part)))
+
+    def compute() -> list[Tensor]:
+        matrix = _head_inputs(kernels, heads.shape[1], problem, rows.norm, heads.shares)
+        if asks_entropy:
+            return [kernels.entropy(matrix)]
+        return walk_tiles(heads, question, lambda *part: kernels.tiles(matrix, *part))
+
+    return without_autocast(problem.q, compute)
+
+
+def _head_inputs(kernels: Any, groups: int, problem: Problem, norm: Tensor | None, shares: HeadShares | None) -> Any:
+    by = "max" if shares is None else "mean" if shares.mean else "sum"
+    return kernels.HeadInputs(problem, norm, groups, by, None if shares is None else shares.factors)
+
+
+class _HeadEntropyNode(torch.autograd.Function):
+    """The autograd node of the entropy of heads together: it saves their norm, and recomputes the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Any, groups: int, *tensors: Tensor) -> Tensor:
+        from ...engines.triton import head_rows_pass as kernels
+
+        def compute() -> tuple[Tensor, Tensor]:
+            matrix = _head_inputs(kernels, groups, *unflatten(spec, list(tensors)))
+            return kernels.entropy(matrix), matrix.norm
+
+        value, norm = without_autocast(tensors[0], compute)
+        ctx.spec, ctx.groups, ctx.count = spec, groups, len(tensors)
+        ctx.save_for_backward(*tensors, norm)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from ...engines.triton import head_rows_pass as kernels
+
+        need_first_order()
+        *tensors, norm = ctx.saved_tensors
+        problem, _, shares = unflatten(ctx.spec, tensors)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            return kernels.entropy_backward(_head_inputs(kernels, ctx.groups, problem, norm, shares), grad)
+
+        grads = [g.to(x.dtype) for g, x in zip(without_autocast(grad, compute), tensors, strict=False)]
+        of_rest = [None] * (ctx.count - 2)
+        return (
+            None,
+            None,
+            *(g if need else None for g, need in zip(grads, ctx.needs_input_grad[2:4], strict=True)),
+            *of_rest,
+        )
 
 
 # Heads together, and another matrix.
@@ -225,7 +274,7 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
         args = (problem, rows.norm, shares, heads.shape[1], second, measure, divided)
         value = without_autocast(problem.q, lambda: kernels.forward_pass(*args)[0])
         # A mean of kernels adds up rounded shares: of heads that are all on one key it may be an ulp above 1.
-        return value.clamp(min=0) if measure == "entropy" and heads.shares.total is not None else value
+        return value.clamp(min=0) if measure == "entropy" and heads.shares.mean else value
     spec, tensors = flatten((problem, rows.norm, shares, second))
     return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
 

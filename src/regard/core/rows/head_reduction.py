@@ -109,7 +109,9 @@ class HeadReduction(PositionQuestions):
         spec, tensors = flatten((question, self._shares))
         if others or not self._is_by_gpu_kernels(engine, tensors):
             return super()._ask_rows(question, *others)
-        norm = W._ask(Request(("norm",)))["norm"]
+        request = Request(("norm",))
+        norm = W._cache.get(W._leaves, request).get("norm")
+        norm = W._ask(request)["norm"] if norm is None else norm
         if not W._is_replayed(W._factors, engine):
             return super()._ask_rows(question)
         key = "heads", W._spec, spec, self._size, self._one_head, engine.name

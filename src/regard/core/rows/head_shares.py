@@ -20,30 +20,35 @@ class HeadShares:
     """
 
     factors: Tensor  # 1 h 1 1
-    total: Tensor | None  # 1 g 1 1 : the sum of a group's factors; None: no mean
+    size: int  # heads of a group
+    mean: bool
 
-    def aligned(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor | None]:
-        """Factors and totals beside a tensor that has groups and their heads on `axis` and the one behind it."""
-        size, behind = x.shape[axis + 1], [1] * (x.ndim - axis - 2)
-        total = None if self.total is None else self.total.reshape(-1, 1, *behind)
-        return self.factors.reshape(-1, size, *behind), total
+    @property
+    def total(self) -> Tensor | None:
+        """The sum of each group's factors, which divides a mean: (1, g, 1, 1)."""
+        return self.factors.unflatten(1, (-1, self.size)).sum(2) if self.mean else None
 
     def sum_of(self, w: Tensor, axis: int) -> Tensor:
-        """The weighted sum or mean of such a tensor over the heads of each group."""
+        """The weighted sum or mean over the heads of each group of a tensor that has groups and their heads on `axis`
+        and the one behind it."""
         factors, total = self.aligned(w, axis)
         y = (w * factors).sum(axis + 1, keepdim=True)
         return (y if total is None else y / total).squeeze(axis + 1)
 
-    def cut(self, heads: slice, groups: slice) -> HeadShares:
-        """Those of adjacent groups, and of their heads."""
-        total = None if self.total is None else take(self.total, 1, groups)
-        return HeadShares(take(self.factors, 1, heads), total)
+    def aligned(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor | None]:
+        """Factors and totals beside such a tensor."""
+        behind, total = [1] * (x.ndim - axis - 2), self.total
+        total = None if total is None else total.reshape(-1, 1, *behind)
+        return self.factors.reshape(-1, self.size, *behind), total
+
+    def cut(self, heads: slice) -> HeadShares:
+        """Those of the heads of adjacent groups."""
+        return HeadShares(take(self.factors, 1, heads), self.size, self.mean)
 
     def normalized(self) -> Tensor:
-        """Factors that are divided already, (1, h, 1, 1), as kernels read them."""
-        if self.total is None:
-            return self.factors
-        return (self.factors.unflatten(1, (self.total.shape[1], -1)) / self.total.unsqueeze(2)).flatten(1, 2)
+        """Factors that are divided already, (1, h, 1, 1), as compiled tiles read them."""
+        total = self.total
+        return self.factors if total is None else self.factors / total.repeat_interleave(self.size, 1)
 
 
 def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Tensor) -> HeadShares:
@@ -52,9 +57,7 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
     dtype = torch.promote_types(q.dtype, torch.float32)  # results have the matrix's type
     if weights is None:  # nothing is checked, so no number is read back from a GPU
-        ones = torch.ones(1, heads, 1, 1, dtype=dtype, device=q.device)
-        total = torch.full((1, groups, 1, 1), heads // groups, dtype=dtype, device=q.device) if by == "mean" else None
-        return HeadShares(ones, total)
+        return HeadShares(torch.ones(1, heads, 1, 1, dtype=dtype, device=q.device), heads // groups, by == "mean")
     if not isinstance(weights, Tensor):
         got = type(weights).__name__
         raise TypeError(
@@ -69,11 +72,10 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
     ):
         raise ValueError(f"reduce_heads(weights=) takes a finite number >= 0 for each of {heads} heads; got {weights}.")
     factors = weights.to(q.device, dtype).reshape(1, heads, 1, 1)
-    if by != "mean":
-        return HeadShares(factors, None)
-    total = factors.unflatten(1, (groups, -1)).sum(2)
-    if not is_tracing() and not bool(((total > 0) & total.isfinite()).all()):
+    shares = HeadShares(factors, heads // groups, by == "mean")
+    total = shares.total
+    if total is not None and not is_tracing() and not bool(((total > 0) & total.isfinite()).all()):
         raise ValueError(
             f"reduce_heads('mean', weights=) divides by their sum, which must be finite and not 0; got {weights}."
         )
-    return HeadShares(factors, total)
+    return shares

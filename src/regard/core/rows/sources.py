@@ -411,7 +411,7 @@ class HeadRows:
 
     def cut(self, part: Part) -> HeadRows:
         inner = self._inner(part, self.shape[1])
-        shares = None if self.shares is None else self.shares.cut(inner.heads, part.heads)
+        shares = None if self.shares is None else self.shares.cut(inner.heads)
         return HeadRows(self.heads.cut(inner), self.size, shares)
 
     def strip(self, part: Part, visible: Tensor | None) -> Strip:

@@ -9,21 +9,24 @@ import torch
 import triton
 from torch import Tensor
 
-from ...core.problem import Problem
+from ...core.problem import Problem, sum_groups
 from ...core.stats import Request
 from . import ENGINE, unsupported_reason
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, new_tile_counter, num_sms, padded_size, tma_descriptors
 from .kernels.head_rows import entropy_kernel, finish_entropy_kernel, tiles_kernel
+from .kernels.head_rows_backward import keys_kernel, rows_kernel
 from .kernels.tile_ops import TensorArg, tensor_arg, tma_fits_heads
 from .launcher import INTERPRETED, launch
 from .tile_config import Config, choose_config
 
-__all__ = ["HeadInputs", "entropy", "serves_heads", "tiles"]
+__all__ = ["HeadInputs", "entropy", "entropy_backward", "serves_heads", "tiles"]
 
 #: Items of work for each multiprocessor: the last ones leave few of them idle.
 ITEMS = 16
 #: Rows of a program of `finish_entropy_kernel`.
 FINISHED_ROWS = 128
+#: Weights of heads together that a backward holds at a time, and what its strips of rows are a multiple of.
+STRIP_NUMBERS, STRIP_ROWS = 2**26, 128
 
 
 def serves_heads(problem: Problem) -> bool:
@@ -36,26 +39,21 @@ def serves_heads(problem: Problem) -> bool:
 class HeadInputs:
     """A problem, its norm and the shares of its heads as kernel arguments.
 
-    `factors` has one number a head, in groups of as many adjacent heads each; `total` divides the sum of a group, None
-    where nothing does. Without factors the largest weight counts.
+    `by`: "mean", "sum" or "max" of groups of adjacent heads; `factors` has a number a head, None for a maximum.
     """
 
-    def __init__(
-        self, problem: Problem, norm: Tensor | None, groups: int, factors: Tensor | None, total: Tensor | None
-    ) -> None:
-        self.p, self.groups = KernelInputs(problem), groups
+    def __init__(self, problem: Problem, norm: Tensor | None, groups: int, by: str, factors: Tensor | None) -> None:
+        self.p, self.groups, self.by = KernelInputs(problem), groups, by
         if norm is None:
             norm = ENGINE.compute(problem, Request(("norm",)), ("norm",), {})["norm"]
-        self.norm = self.p.norm2(norm)
-        self.by = "max" if factors is None else "sum" if total is None else "mean"
+        self.norm = norm.contiguous()
         self.factors = self.norm if factors is None else factors.float().contiguous()
-        self.total = self.norm if total is None else total.float().contiguous()
 
     def key(self, *more: Hashable) -> Hashable | None:
         return self.p.key and (self.p.key, self.by, self.groups, *more)
 
     def tensors(self, table: TensorArg) -> list[Tensor | None]:
-        return [*self.p.tensors, self.norm, self.factors, self.total, table.ptr]
+        return [*self.p.tensors, self.norm, self.factors, table.ptr]
 
     def args(self, config: Config, table: TensorArg) -> dict[str, Any]:
         """Arguments that the kernels of tiles take."""
@@ -65,7 +63,7 @@ class HeadInputs:
         )
         return {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": descriptors[0], "k_desc": descriptors[1], "q_layout": layouts[0],
-            "k_layout": layouts[1], "norm": self.norm, "factors": self.factors, "total": self.total, "row_table": table,
+            "k_layout": layouts[1], "norm": self.norm, "factors": self.factors, "row_table": table,
             "groups": self.groups, "SCALE_FOLDED": p.scale_folded, "TMA": tma, "BY": self.by,
             "HEAD_MASK": p.mask_format.kind == "flags" and p.mask_format.arg.flags_h != 0, "BLOCK_D": width, **p.common_args,
             **config.launch,
@@ -86,13 +84,14 @@ def entropy(heads: HeadInputs) -> Tensor:
 
     def finish_args() -> LaunchArgs:
         return p.b * groups * triton.cdiv(p.i, FINISHED_ROWS), {
-            "sums": sums, "norm": heads.norm, "factors": heads.factors, "total": heads.total, "out": out,
+            "sums": sums, "norm": heads.norm, "factors": heads.factors, "out": out,
             "sink": p.unused if sink is None else tensor_arg(sink), "sizes": p.common_args["sizes"], "groups": groups, "splits": splits,
-            "SCALE_FOLDED": p.scale_folded, "SINK": sink is not None, "BY": heads.by, "BLOCK_I": FINISHED_ROWS, "num_warps": 4,
+            "SCALE_FOLDED": p.scale_folded, "SINK": sink is not None, "BY": heads.by, "BLOCK_I": FINISHED_ROWS,
+            "BLOCK_H": triton.next_power_of_2(p.h // groups), "num_warps": 4,
         }  # fmt: skip
 
     (_launch_ws if config.gluon else _launch_plain)(heads, config, sums, splits)
-    tensors = [p.q, sums, heads.norm, heads.factors, heads.total, sink, out]
+    tensors = [p.q, sums, heads.norm, heads.factors, sink, out]
     launch(finish_entropy_kernel, heads.key(splits), tensors, finish_args)
     return out
 
@@ -117,7 +116,7 @@ def _launch_ws(heads: HeadInputs, config: Config, sums: Tensor, splits: int) -> 
         width, items = padded_size(p.d, p.q), p.b * heads.groups * splits * triton.cdiv(p.i, config.block_i)
         return min(items, num_sms(p.q.device)), {
             "q_desc": head_descriptor(p.q, config.block_i // 2, width), "k_desc": head_descriptor(p.k, config.block_j, width),
-            "tile_counter": tile_counter, "out": sums, "norm": heads.norm, "factors": heads.factors, "total": heads.total,
+            "tile_counter": tile_counter, "out": sums, "norm": heads.norm, "factors": heads.factors,
             "row_table": table, "groups": heads.groups, "splits": splits, "items": items, "BY": heads.by, "STAGES": config.stages,
             **{name: p.common_args[name] for name in ("mask", "sizes", "scale2", "MASK")}, **config.launch,
         }  # fmt: skip
@@ -143,6 +142,47 @@ def tiles(heads: HeadInputs, rows: slice, keys: slice) -> Tensor:
     key = heads.key(config, rows.start, i, keys.start, j)
     launch(tiles_kernel, key, [*heads.tensors(table), out], launch_args)
     return out
+
+
+def entropy_backward(heads: HeadInputs, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the queries and keys from that of the entropy (b, g, i), without a sink; strip by strip of rows."""
+    p = heads.p
+    if heads.by == "mean":
+        grad = grad / heads.factors.view(heads.groups, -1).sum(1, keepdim=True)
+    grad = grad.float().contiguous()
+    dq = empty(*p.q.shape, like=p.q, dtype=p.q.dtype)
+    dk = empty(p.b, p.h, p.j, p.d, like=p.k, dtype=torch.float32)  # heads that share keys have sums of their own
+    centre = empty(p.b, p.h, p.i, like=p.q, dtype=torch.float32)
+    height = max(1, STRIP_NUMBERS // (p.b * heads.groups * p.j * STRIP_ROWS)) * STRIP_ROWS
+    for start in range(0, p.i, height):
+        rows = slice(start, min(p.i, start + height))
+        strip = tiles(heads, rows, slice(0, p.j))
+        _gradient(rows_kernel, heads, rows, [grad, strip, centre, dq])
+        _gradient(keys_kernel, heads, rows, [grad, strip, centre, dk])
+    return dq, sum_groups(dk, p.k.shape[1])
+
+
+def _gradient(kernel: Any, heads: HeadInputs, rows: slice, tensors: list[Tensor]) -> None:
+    """Launch a kernel of the backward on a strip of rows."""
+    p, of_rows, count = heads.p, kernel is rows_kernel, rows.stop - rows.start
+    config = choose_config("head_rows_dq" if of_rows else "head_rows_dk", p, 0, None)
+    table = p.row_table(config) if of_rows else p.key_table(config)
+    grad, strip, centre, out = tensors
+
+    def launch_args() -> LaunchArgs:
+        blocks = triton.cdiv(count, config.block_i) if of_rows else triton.cdiv(p.j, config.block_j)
+        own = (
+            {"row_table": table, "out_centre": centre, "out_dq": tensor_arg(out)}
+            if of_rows
+            else {"key_table": table, "centre": centre, "out_dk": tensor_arg(out), "ADD": rows.start > 0}
+        )
+        return p.b * p.h * blocks, {
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "norm": heads.norm, "factors": heads.factors, "grad": grad, "strip": strip,
+            "groups": heads.groups, "i0": rows.start, "rows": count, "SCALE_FOLDED": p.scale_folded, "BLOCK_D": padded_size(p.d, p.q),
+            **p.common_args, **config.launch, **own,
+        }  # fmt: skip
+
+    launch(kernel, heads.key(config, rows.start, count), [*heads.tensors(table), *tensors], launch_args)
 
 
 def _splits(p: KernelInputs, groups: int, config: Config) -> int:

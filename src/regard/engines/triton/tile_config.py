@@ -82,6 +82,12 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("tile_states", 64): Config(64, 128, 4, 3, registers=168),
     ("tile_states", 128): Config(128, 64, 8, 3, registers=128),
     ("tile_states", 256): Config(128, 64, 8, 2),
+    ("head_rows_dq", 64): Config(64, 64, 4, 3, tma=False),
+    ("head_rows_dq", 128): Config(128, 64, 8, 3, tma=False),
+    ("head_rows_dq", 256): Config(64, 32, 8, 1, tma=False),
+    ("head_rows_dk", 64): Config(64, 64, 4, 3, tma=False),
+    ("head_rows_dk", 128): Config(64, 128, 8, 3, tma=False),
+    ("head_rows_dk", 256): Config(32, 64, 8, 1, tma=False),
     # With z = Wᵀ u, a second product.
     ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
     ("columns_with_u", 128): Config(64, 64, 4, 3),
@@ -134,9 +140,9 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("topk", 128): Config(64, 64, 4, 1, tma=False),
     ("indexer", 128): Config(64, 64, 8, 2, tma=False),
     ("head_rows", 64): Config(64, 64, 4, 1, tma=False),
-    ("head_rows", 128): Config(64, 32, 4, 1, tma=False),
     ("tile_states", 64): Config(128, 64, 4, 1, tma=False),
     ("tile_states", 128): Config(128, 64, 8, 1, tma=False),
+    ("head_rows", 128): Config(64, 32, 8, 1, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {

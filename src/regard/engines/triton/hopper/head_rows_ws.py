@@ -8,6 +8,7 @@ each with every `splits`-th of its key blocks.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.comparison import key_blocks_of_all
-from ..kernels.head_rows import TINY, log2_of_total, work_item
-from ..kernels.tile_ops import load_norm2, visible_at_all
+from ..kernels.head_rows import TINY, work_item
+from ..kernels.tile_ops import load_row_norm, visible_at_all
 from .gluon_ops import (
     CONSUMER_REGS,
     PRODUCER_REGS,
@@ -76,7 +77,7 @@ def issue_scores(tiles, ready, count, remaining, zero_acc, W: gl.constexpr, STAG
 
 @gluon.jit
 def consumer(
-    out, tiles, ready, free, tile_queue, norm, factors, total, mask, row_table, sizes, groups, splits, items, scale2,
+    out, tiles, ready, free, tile_queue, norm, factors, mask, row_table, sizes, groups, splits, items, scale2,
     W: gl.constexpr, MASK: gl.constexpr, BY: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer W of two: rows from W · BLOCK_I/2 on of every row block."""
@@ -91,7 +92,6 @@ def consumer(
         first, full_from, full_to, past = key_blocks_of_all(start, b, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         i = start + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S))
         per_group = sizes.h // groups
-        log2t = log2_of_total(total, group, BY)
         x = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
         blocks = gl.maximum(past - first - split + splits - 1, 0) // splits
         remaining = blocks * per_group
@@ -99,10 +99,10 @@ def consumer(
             s = issue_scores(tiles, ready, count, remaining, zero_acc, W, STAGES)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(free.index(count % STAGES))
-            next_m2, next_log2l = load_norm2(norm, b, group * per_group, i, sizes, True)
+            next_m2, next_log2l = load_row_norm(norm, b, group * per_group, i, sizes, True)
             next_factor = gl.load(factors + group * per_group)
             for block in range(first + split, past, splits):
-                p = gl.zeros([HALF, BLOCK_J], gl.float32, S)
+                p, total = gl.zeros([HALF, BLOCK_J], gl.float32, S), 0.0
                 for at in range(0, per_group):
                     # The next head, of this tile or the next one; after the last it is computed again and unused.
                     remaining -= 1
@@ -110,19 +110,20 @@ def consumer(
                     other = issue_scores(tiles, ready, count, remaining, zero_acc, W, STAGES)
                     m2, factor = next_m2, next_factor
                     after = group * per_group + gl.where(at + 1 < per_group, at + 1, 0)
-                    next_m2, next_log2l = load_norm2(norm, b, after, i, sizes, True)
+                    next_m2, next_log2l = load_row_norm(norm, b, after, i, sizes, True)
                     next_factor = gl.load(factors + after)
                     w = gl.exp2(s * scale2 - m2[:, None])
                     if BY == "max":
-                        p = gl.maximum(p, w)
+                        p = gl.maximum(p, w, propagate_nan=tl.PropagateNan.ALL)
                     else:
                         p += factor * w
+                        total += factor
                     s = warpgroup_mma_wait(0, deps=(other,))
                     if remaining > 0:
                         mbarrier.arrive(free.index(count % STAGES))
                 j = block * BLOCK_J + column
                 p = gl.where(visible_at_all(i[:, None], j[None, :], b, group, mask, sizes, MASK), p, 0.0)
-                x += gl.sum(p * (log2t - gl.log2(gl.maximum(p, TINY))), 1)
+                x += gl.sum(p * ((gl.log2(total) if BY == "mean" else 0.0) - gl.log2(gl.maximum(p, TINY))), 1)
             count += 1
         row = ((b * groups + group) * splits + split).to(gl.int64) * sizes.i + i
         gl.store(out + row, x, mask=i < sizes.i)
@@ -132,7 +133,7 @@ def consumer(
 
 @gluon.jit
 def entropy_ws_kernel(
-    q_desc, k_desc, tile_counter, out, norm, factors, total, mask, row_table, sizes, groups, splits, items, scale2,
+    q_desc, k_desc, tile_counter, out, norm, factors, mask, row_table, sizes, groups, splits, items, scale2,
     MASK: gl.constexpr, BY: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`entropy_kernel` of products without modifiers, whose heads share a mask."""
@@ -142,9 +143,9 @@ def entropy_ws_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (out, tiles, ready, free, tile_queue, norm, factors, total, mask, row_table, sizes, groups, splits, items, scale2,
+            (consumer, (out, tiles, ready, free, tile_queue, norm, factors, mask, row_table, sizes, groups, splits, items, scale2,
                         0, MASK, BY, BLOCK_I, BLOCK_J, STAGES)),
-            (consumer, (out, tiles, ready, free, tile_queue, norm, factors, total, mask, row_table, sizes, groups, splits, items, scale2,
+            (consumer, (out, tiles, ready, free, tile_queue, norm, factors, mask, row_table, sizes, groups, splits, items, scale2,
                         1, MASK, BY, BLOCK_I, BLOCK_J, STAGES)),
             (producer, (q_desc, k_desc, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, groups, splits, items,
                         MASK, BLOCK_I, BLOCK_J, STAGES)),

@@ -17,7 +17,7 @@ from .tile_ops import (
     apply_score_mods,
     head_ptr,
     load_block,
-    load_norm2,
+    load_row_norm,
     log_weight,
     product,
     visible_at_all,
@@ -35,18 +35,18 @@ def heads_of_tile(
 ):  # fmt: skip
     """Σ_h factor_h w_h of `count` heads from `first` on in a tile (i, j), or the largest w_h (BY "max"); 0 where hidden.
 
-    `norm` is that of `KernelInputs.norm2`, `factors` one number a head. The mask is applied once, to the sum, unless heads
-    have masks of their own (HEAD_MASK).
+    Also the sum of their factors, which divides a mean. `norm` is (b, h, i, 2), `factors` one number a head. The mask is
+    applied once, to the sum, unless heads have masks of their own (HEAD_MASK).
     """
-    p = tl.zeros([i.shape[0], j.shape[0]], tl.float32)
-    next_m2, next_log2l = load_norm2(norm, b, first, i, sizes, SCALE_FOLDED)
+    p, total = tl.zeros([i.shape[0], j.shape[0]], tl.float32), 0.0
+    next_m2, next_log2l = load_row_norm(norm, b, first, i, sizes, SCALE_FOLDED)
     for n in range(0, count):
         h = first + n
         # Past the end of a head TMA reads the next one: such rows have weight 0, such keys are hidden.
         q_tile = load_block(q, q_desc, q_layout, b, h, start_i, i, d, sizes.i, D, TMA, True)
         k_tile = load_block(k, k_desc, k_layout, b, h // sizes.k_group, start_j, j, d, sizes.j, D, TMA, True)
         m2, log2l = next_m2, next_log2l
-        next_m2, next_log2l = load_norm2(norm, b, tl.minimum(h + 1, sizes.h - 1), i, sizes, SCALE_FOLDED)
+        next_m2, next_log2l = load_row_norm(norm, b, tl.minimum(h + 1, sizes.h - 1), i, sizes, SCALE_FOLDED)
         s = product(q_tile, k_tile.T, FP32)
         s, _ = apply_score_mods(
             s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, 0
@@ -54,16 +54,15 @@ def heads_of_tile(
         w = tl.exp2(log_weight(s, m2[:, None], log2l[:, None], scale2, SCALE_FOLDED))
         if HEAD_MASK:
             w = tl.where(visible_at_all(i[:, None], j[None, :], b, h, mask, sizes, MASK), w, 0.0)
-        p = tl.maximum(p, w) if BY == "max" else p + tl.load(factors + h) * w
+        if BY == "max":
+            p = tl.maximum(p, w, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            factor = tl.load(factors + h)
+            p += factor * w
+            total += factor
     if not HEAD_MASK:
         p = tl.where(visible_at_all(i[:, None], j[None, :], b, first, mask, sizes, MASK), p, 0.0)
-    return p
-
-
-@triton.jit
-def log2_of_total(total, group, BY: tl.constexpr):
-    """log₂ of what a sum is divided by."""
-    return tl.log2(tl.load(total + group)) if BY == "mean" else 0.0
+    return p, total
 
 
 @triton.jit
@@ -76,7 +75,7 @@ def work_item(n, sizes, groups, splits, BLOCK_I: tl.constexpr):
 
 @triton.jit
 def entropy_kernel(
-    q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, total, modifiers, strides, caps, mask, row_table, out, sizes, groups, splits,
+    q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, modifiers, strides, caps, mask, row_table, out, sizes, groups, splits,
     scale, scale2, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr,
     TMA: tl.constexpr, BY: tl.constexpr, HEAD_MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -84,24 +83,23 @@ def entropy_kernel(
     b, group, start, split = work_item(tl.program_id(0), sizes, groups, splits, BLOCK_I)
     count = sizes.h // groups
     i, d = start + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
-    log2t = log2_of_total(total, group, BY)
     x = tl.zeros([BLOCK_I], tl.float32)
     first, _, _, past = key_blocks_of_all(start, b, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     for n in range(first + split, past, splits):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-        p = heads_of_tile(
+        p, total = heads_of_tile(
             q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, modifiers, strides, caps, mask, sizes, i, j, d, b, start, n * BLOCK_J,
             group * count, count, scale, scale2, D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, BY, HEAD_MASK,
         )  # fmt: skip
-        x += tl.sum(p * (log2t - tl.log2(tl.maximum(p, TINY))), 1)
+        x += tl.sum(p * ((tl.log2(total) if BY == "mean" else 0.0) - tl.log2(tl.maximum(p, TINY))), 1)
     row = ((b * groups + group) * splits + split).to(tl.int64) * sizes.i + i
     tl.store(out + row, x, mask=i < sizes.i)
 
 
 @triton.jit
 def finish_entropy_kernel(
-    sums, norm, factors, total, sink, out, sizes, groups, splits, SCALE_FOLDED: tl.constexpr, SINK: tl.constexpr, BY: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    sums, norm, factors, sink, out, sizes, groups, splits, SCALE_FOLDED: tl.constexpr, SINK: tl.constexpr, BY: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The entropy of BLOCK_I rows: sums over key blocks, and the share of a sink, which is one more outcome."""
     blocks = tl.cdiv(sizes.i, BLOCK_I)
@@ -111,25 +109,29 @@ def finish_entropy_kernel(
     x = tl.zeros([BLOCK_I], tl.float32)
     for split in range(splits):
         x += tl.load(sums + (at * splits + split).to(tl.int64) * sizes.i + i, mask=i < sizes.i, other=0.0)
+    total = 1.0
+    if BY == "mean":
+        at_h = tl.arange(0, BLOCK_H)
+        total = tl.sum(tl.load(factors + group * count + at_h, mask=at_h < count, other=0.0), 0)
     if SINK:
         p = tl.zeros([BLOCK_I], tl.float32)
         for n in range(0, count):
             h = group * count + n
-            m2, log2l = load_norm2(norm, b, h, i, sizes, SCALE_FOLDED)
+            m2, log2l = load_row_norm(norm, b, h, i, sizes, SCALE_FOLDED)
             sink2 = tl.load(head_ptr(sink, b, h)).to(tl.float32) * LOG2E
             w = tl.exp2(log_weight(sink2, m2, log2l, 1.0, SCALE_FOLDED))
-            p = tl.maximum(p, w) if BY == "max" else p + tl.load(factors + h) * w
-        x += p * (log2_of_total(total, group, BY) - tl.log2(tl.maximum(p, TINY)))
+            p = tl.maximum(p, w, propagate_nan=tl.PropagateNan.ALL) if BY == "max" else p + tl.load(factors + h) * w
+        x += p * (tl.log2(total) - tl.log2(tl.maximum(p, TINY)))
     x *= LN2
     if BY == "mean":
-        x = x / tl.load(total + group)
+        x = x / total
         x = tl.where(x < 0, 0.0, x)  # rounding may put a one-hot row just below 0; this form keeps nan
     tl.store(out + at.to(tl.int64) * sizes.i + i, x, mask=i < sizes.i)
 
 
 @triton.jit
 def tiles_kernel(
-    q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, total, modifiers, strides, caps, mask, row_table, out, sizes, groups,
+    q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, modifiers, strides, caps, mask, row_table, out, sizes, groups,
     i0, rows, j0, cols, scale, scale2, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
     SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr, TMA: tl.constexpr, BY: tl.constexpr, HEAD_MASK: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -145,12 +147,12 @@ def tiles_kernel(
     i, j, d = start + tl.arange(0, BLOCK_I), n * BLOCK_J + tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_D)
     first, _, _, past = key_blocks_of_all(start, b, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     shown = tl.where((n >= first) & (n < past), count, 0)
-    p = heads_of_tile(
+    p, total = heads_of_tile(
         q, k, q_desc, k_desc, q_layout, k_layout, norm, factors, modifiers, strides, caps, mask, sizes, i, j, d, b, start, n * BLOCK_J,
         group * count, shown, scale, scale2, D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, BY, HEAD_MASK,
     )  # fmt: skip
     if BY == "mean":
-        p = tl.div_rn(p, tl.load(total + group))
+        p = tl.div_rn(p, tl.where(total == 0.0, 1.0, total))  # of a tile that no row sees nothing was added up
     row = at.to(tl.int64) * rows + (i - i0)
     inside = (i >= i0) & (i < i0 + rows)
     tl.store(

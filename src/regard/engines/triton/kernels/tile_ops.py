@@ -423,6 +423,15 @@ def load_norm2(norm, b, h, i, sizes, SCALE_FOLDED: tl.constexpr):
 
 
 @triton.jit
+def load_row_norm(norm, b, h, i, sizes, SCALE_FOLDED: tl.constexpr):
+    """`load_norm2` from the norm (b, h, i, 2) itself, for kernels that read few rows of it."""
+    row = 2 * ((b * sizes.h + h).to(tl.int64) * sizes.i + i)
+    m = tl.load(norm + row, mask=i < sizes.i, other=0.0)
+    l = tl.load(norm + row + 1, mask=i < sizes.i, other=0.0)
+    return norm_to_base2(m, l, SCALE_FOLDED)
+
+
+@triton.jit
 def log_weight(s, m2, log2l, scale2, SCALE_FOLDED: tl.constexpr):
     """log₂ w of a tile from its scores and the norm of its rows, broadcast to the tile."""
     if SCALE_FOLDED:
