@@ -53,10 +53,9 @@ class IndexInputs:
 
     def __init__(self, problem: Problem, other: Problem) -> None:
         self.teacher, self.packed = KernelInputs(problem), other.q
-        size, count = other.k.shape[3], other.similarity_kernel.heads  # type: ignore[attr-defined]  # a `ReluSum`
-        q = other.q[:, 0, :, : count * size].unflatten(-1, (count, size)).transpose(1, 2).contiguous()  # b n i d
-        self.w = other.q[:, 0, :, count * size :].float().mT.contiguous()  # b n i
-        view = other._with_intervals(replace_fields(other, q=q, similarity_kernel=Product(1.0)))
+        q, w = other.similarity_kernel.unpacked(other.q[:, 0], other.k.shape[3])  # type: ignore[attr-defined]  # a `ReluSum`
+        self.w = w.float().contiguous()  # b n i
+        view = other._with_intervals(replace_fields(other, q=q.contiguous(), similarity_kernel=Product(1.0)))
         self.index = KernelInputs(view)
         self.b, self.i, self.j = self.teacher.b, self.teacher.i, self.teacher.j
         key, key2 = self.teacher.key, self.index.key
