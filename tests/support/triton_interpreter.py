@@ -159,7 +159,7 @@ def indexers(part: int, of: int) -> int:
     for n, (name, case) in list(enumerate(indexer_cases.CASES.items()))[part::of]:
         tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
         indexer_pass.STRIP, indexer_pass.BLOCK = (900, 32) if n % 3 else strip
-        indexer_pass.TILES_EACH = 1 if n % 4 < 2 else 8
+        indexer_pass.PROGRAMS = 1 if n % 4 < 2 else 32
         torch.manual_seed(n)
         try:
             indexer_cases.judged(case, (torch.float32, torch.float16)[n // 2 % 2])

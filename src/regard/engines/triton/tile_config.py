@@ -115,6 +115,8 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
     ("topk", 128): Config(64, 64, 4, 1, tma=False),
     ("indexer", 128): Config(64, 64, 8, 2, tma=False),
+    ("indexer_queries", 128): Config(64, 64, 4, 2, tma=False),
+    ("indexer_keys", 128): Config(64, 64, 4, 2, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
