@@ -267,7 +267,7 @@ BUGS = [
     Bug("indexer: a forbidden key is passed over", "engines/triton/kernels/indexer.py", "        if FORBIDS:\n", "        if False:\n", ("indexers",)),
     Bug("indexer: keys that only the index sees are left out", "engines/triton/kernels/indexer.py", "b, row_table2, mask2, sizes2, MASK2, BLOCK_I, BLOCK_J)  # fmt: skip\n    begin, _, _, end", "b, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)  # fmt: skip\n    begin, _, _, end", ("indexers",)),
     Bug("indexer: the last head is left out", "engines/triton/kernels/indexer.py", "    total += tl.exp2(log_weight(s, m2[:, None], log2l[:, None], scale2, SCALE_FOLDED))\n    if MASK", "    if MASK", ("indexers",)),
-    Bug("indexer: a head's share is left out", "engines/triton/indexer_pass.py", "        norm2[..., -1] -= shares", "        shares", ("indexers",)),
+    Bug("indexer: a head's share is left out", "engines/triton/indexer_pass.py", "        norm2.select(-1, -1).sub_(", "        (", ("indexers",)),
     Bug("indexer: a ReLU passes negative products", "engines/triton/kernels/indexer.py", "return tl.where(x <= 0.0, 0.0, x)", "return x", ("indexers",)),
     Bug("indexer: rows are not divided by their sum", "engines/triton/kernels/indexer.py", "value = x / divisor + log2l - tl.log2(divisor) * ENTROPY", "value = x / divisor + log2l", ("indexers",)),
     Bug("indexer: the gradient forgets the sum of a row", "engines/triton/kernels/indexer.py", "ratio * total, mask=there", "ratio, mask=there", ("indexers",)),

@@ -79,7 +79,7 @@ class IndexInputs:
         """The teacher's norm in base 2, less the logarithm of each head's factor: weights come out multiplied by it."""
         p = self.teacher
         norm2 = p.norm2(norm).view(p.b, p.h, p.i, -1)
-        norm2[..., -1] -= shares.float().reshape(-1, p.h, 1).log2()
+        norm2.select(-1, -1).sub_(shares.float().reshape(-1, p.h, 1).log2())
         return norm2
 
     def tile_config(self) -> Config:
