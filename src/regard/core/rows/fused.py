@@ -149,7 +149,7 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
         return None
     if second is not None and (not _only_queries_and_keys(second) or second.shape[1] not in (1, heads.shape[1])):
         return None
-    kernels = _kernels_of_heads(problem)
+    kernels = _kernels_with_heads(problem)
     if not kernels.serves_heads(problem, second, heads.shape[1]):
         return None
     shares = heads.shares.normalized()
@@ -162,8 +162,8 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
     return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
 
 
-def _kernels_of_heads(problem: Problem) -> Any:
-    """The module that takes heads together on their device."""
+def _kernels_with_heads(problem: Problem) -> Any:
+    """The module that compares heads together with another matrix on their device."""
     if _on_cpu(problem):
         return head_rows
     from ...engines.triton import indexer_pass
@@ -176,7 +176,7 @@ def _measure_heads(problem: Problem, *args: Any) -> list[Tensor]:
     spec, tensors = flatten((problem, args))
 
     def compute() -> list[Tensor]:
-        value, saved = _kernels_of_heads(problem).forward_pass(problem, *args)
+        value, saved = _kernels_with_heads(problem).forward_pass(problem, *args)
         return [value, *saved]
 
     return without_autocast(problem.q, lambda: replay_or_record(("heads", spec), tensors, compute))
@@ -185,7 +185,7 @@ def _measure_heads(problem: Problem, *args: Any) -> list[Tensor]:
 def _differentiate_heads(problem: Problem, *args: Any) -> list[Tensor]:
     """Gradients of the queries and keys of the other matrix."""
     spec, tensors = flatten((problem, args))
-    kernels = _kernels_of_heads(problem)
+    kernels = _kernels_with_heads(problem)
     return without_autocast(
         problem.q,
         lambda: replay_or_record(("heads, backward", spec), tensors, lambda: list(kernels.backward(problem, *args))),
