@@ -115,6 +115,19 @@ def test_a_remembered_number_has_a_gradient_of_its_own(tiles: str, name: str) ->
     assert torch.autograd.grad(y.sum(), v)[0].shape == v.shape  # the first node is left alone
 
 
+def test_a_detached_matrix_remembers_what_was_asked_before(passes: Passes, tiles: str) -> None:
+    W, _, (q, _) = weights(grad=True)
+    lse = W.lse()
+    D = W.detach()
+    assert passes.of(D.lse) == []
+    assert torch.equal(D.lse(), lse)
+    assert not D.lse().requires_grad
+    with torch.no_grad():
+        q.mul_(2)
+    assert passes.of(D.lse) == ["rows"]
+    assert not torch.equal(D.lse(), lse)
+
+
 def test_a_change_in_place_takes_a_pass(passes: Passes, tiles: str) -> None:
     W, v, (q, _) = weights()
     before = natural(W, v)[1]

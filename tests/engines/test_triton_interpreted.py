@@ -26,9 +26,9 @@ def reads_arrays_of_one_number() -> bool:
     return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 7)
 
 
-interpreted = pytest.mark.skipif(
+in_the_interpreter = pytest.mark.skipif(
     not reads_arrays_of_one_number(),
-    reason="Triton is not installed, or older than 3.7: its interpreter needs NumPy before 2.4",
+    reason="Triton is not installed on this machine, or before 3.7: its interpreter needs NumPy before 2.4",
 )
 
 
@@ -41,16 +41,22 @@ def interpret(*arguments: object) -> None:
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
 
 
-@interpreted
+@in_the_interpreter
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_agree_with_float64_in_the_interpreter(part: int) -> None:
     interpret(part, PARTS)
 
 
-@interpreted
+@in_the_interpreter
 @pytest.mark.parametrize("part", range(2))
 def test_heads_together_agree_with_float64_in_the_interpreter(part: int) -> None:
     interpret(part, 2, "heads")
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("part", range(4))
+def test_losses_of_indexers_agree_with_float64_in_the_interpreter(part: int) -> None:
+    interpret(part, 4, "indexers")
 
 
 def test_importing_regard_does_not_import_triton() -> None:

@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter: python tests/support/triton_interpreter.py <part> <of>. Prints what is wrong; exit code 1 if anything.
+"""Kernels in Triton's interpreter: python tests/support/triton_interpreter.py <part> <of> [indexers]. Prints what is wrong; exit code 1 if anything.
 
 A process of its own, since Triton asks once, when it is imported, whether it is to interpret. bfloat16 is silently
 wrong there, and races never show: those are for tests/gpu.
@@ -156,21 +156,21 @@ def _wrong_profiles(part: int, of: int) -> int:
     return wrong
 
 
-def _wrong_indexers(part: int, of: int) -> int:
-    """Losses of indexers, in tiles of two shapes; gradients from one strip and from several."""
+def indexers(part: int, of: int) -> int:
+    """Losses of indexers, in tiles of two shapes, with one tile a program and several; gradients from one strip and from several."""
+    indexer_pass.empty = kernel_inputs.empty = poisoned
     wrong, strip = 0, (indexer_pass.STRIP, indexer_pass.BLOCK)
     for n, (name, case) in list(enumerate(indexer_cases.CASES.items()))[part::of]:
         tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
         indexer_pass.STRIP, indexer_pass.BLOCK = (900, 32) if n % 3 else strip
+        indexer_pass.PROGRAMS = 1 if n % 4 < 2 else 32
         torch.manual_seed(n)
         try:
             indexer_cases.judged(case, (torch.float32, torch.float16)[n // 2 % 2])
         except Exception as error:
             wrong += 1
             print(f"{type(error).__name__}: {error} [indexer, {name}]")
-    tile_config.forced.clear()
-    indexer_pass.STRIP, indexer_pass.BLOCK = strip
-    return wrong
+    return int(wrong > 0)
 
 
 def heads_together(part: int, of: int) -> int:
@@ -192,9 +192,9 @@ def heads_together(part: int, of: int) -> int:
 
 
 def main(part: int, of: int) -> int:
-    profile_pass.empty = indexer_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = (
-        topk_pass.empty
-    ) = forward_pass.empty = kernel_inputs.empty = poisoned
+    profile_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = topk_pass.empty = (
+        forward_pass.empty
+    ) = kernel_inputs.empty = poisoned
     intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
@@ -210,7 +210,6 @@ def main(part: int, of: int) -> int:
     wrong += _wrong_of_few_rows(part, of)
     wrong += _wrong_comparisons(part, of)
     wrong += _wrong_profiles(part, of)
-    wrong += _wrong_indexers(part, of)
     if part == 1:
         tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1)
         wrong += kernel_cases.count_wrong_topk_of_long_rows((torch.float16,))
@@ -241,4 +240,5 @@ def main(part: int, of: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit((heads_together if "heads" in sys.argv else main)(int(sys.argv[1]), int(sys.argv[2])))
+    parts = {"heads": heads_together, "indexers": indexers}
+    sys.exit(parts.get("".join(sys.argv[3:]), main)(int(sys.argv[1]), int(sys.argv[2])))

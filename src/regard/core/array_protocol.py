@@ -198,12 +198,14 @@ class ArrayProtocol(LazyMatrix):
         """The same without autograd.
 
         Returns:
-            A matrix over detached factors.
+            A matrix over detached factors; cached results, which never have a gradient, stay.
 
         >>> regard.weights(torch.eye(2, requires_grad=True)).detach().entropy().requires_grad
         False
         """
-        return self._with(self._factors.map_all(Tensor.detach))
+        detached = self._with(self._factors.map_all(Tensor.detach))
+        detached._cache = self._cache.copy()  # a detached tensor shares its change counter
+        return detached
 
     def numpy(self) -> np.ndarray:
         """All of it as a NumPy array on the CPU, in quadratic memory: `dense` without autograd.

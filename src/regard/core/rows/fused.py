@@ -16,6 +16,7 @@ from torch import Tensor
 from ...engines import triton
 from ...engines.numba import comparison as compiled
 from ...engines.numba import head_rows, tile_pool
+from ...engines.replay import replay_or_record
 from ..problem import Problem
 from ..pytree import flatten, unflatten
 from ..stats import Request
@@ -266,26 +267,47 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
         return None
     if second is not None and (not _only_queries_and_keys(second) or second.shape[1] not in (1, heads.shape[1])):
         return None
-    kernels = _kernels_of_heads(problem)
+    kernels = _kernels_with_heads(problem)
     if not kernels.serves_heads(problem, second, heads.shape[1]):
         return None
     shares = heads.shares.normalized()
     if second is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(second)[1]):
         args = (problem, rows.norm, shares, heads.shape[1], second, measure, divided)
-        value = without_autocast(problem.q, lambda: kernels.forward_pass(*args)[0])
+        value, *_ = _measure_heads(*args)
         # A mean of kernels adds up rounded shares: of heads that are all on one key it may be an ulp above 1.
         return value.clamp(min=0) if measure == "entropy" and heads.shares.mean else value
     spec, tensors = flatten((problem, rows.norm, shares, second))
     return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
 
 
-def _kernels_of_heads(problem: Problem) -> Any:
-    """The module that takes heads together on their device."""
+def _kernels_with_heads(problem: Problem) -> Any:
+    """The module that compares heads together with another matrix on their device."""
     if _on_cpu(problem):
         return head_rows
     from ...engines.triton import indexer_pass
 
     return indexer_pass
+
+
+def _measure_heads(problem: Problem, *args: Any) -> list[Tensor]:
+    """The measure of heads together and what its backward needs; on a GPU a call that comes again is replayed."""
+    spec, tensors = flatten((problem, args))
+
+    def compute() -> list[Tensor]:
+        value, saved = _kernels_with_heads(problem).forward_pass(problem, *args)
+        return [value, *saved]
+
+    return without_autocast(problem.q, lambda: replay_or_record(("heads", spec), tensors, compute))
+
+
+def _differentiate_heads(problem: Problem, *args: Any) -> list[Tensor]:
+    """Gradients of the queries and keys of the other matrix."""
+    spec, tensors = flatten((problem, args))
+    kernels = _kernels_with_heads(problem)
+    return without_autocast(
+        problem.q,
+        lambda: replay_or_record(("heads, backward", spec), tensors, lambda: list(kernels.backward(problem, *args))),
+    )
 
 
 class _HeadComparisonNode(torch.autograd.Function):
@@ -294,10 +316,7 @@ class _HeadComparisonNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Any, heads: int, measure: str, divided: bool, *tensors: Tensor) -> Tensor:
         problem, norm, shares, other = unflatten(spec, list(tensors))
-        kernels = _kernels_of_heads(problem)
-        value, saved = without_autocast(
-            tensors[0], lambda: kernels.forward_pass(problem, norm, shares, heads, other, measure, divided)
-        )
+        value, *saved = _measure_heads(problem, norm, shares, heads, other, measure, divided)
         ctx.spec, ctx.divided, ctx.count = spec, divided, len(tensors)
         ctx.save_for_backward(*tensors, *saved)
         return value
@@ -308,8 +327,7 @@ class _HeadComparisonNode(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         tensors, rest = saved[: ctx.count], saved[ctx.count :]
         problem, _, shares, other = unflatten(ctx.spec, tensors)
-        kernels = _kernels_of_heads(problem)
-        grads = without_autocast(grad, lambda: kernels.backward(problem, shares, other, ctx.divided, rest, grad))
+        grads = _differentiate_heads(problem, shares, other, ctx.divided, rest, grad)
         outputs: list[Tensor | None] = [None] * ctx.count
         first = ctx.count - len(flatten(other)[1])
         for n, g in zip((first, first + 1), grads, strict=True):

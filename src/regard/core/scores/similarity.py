@@ -165,6 +165,11 @@ class ReluSum(SimilarityKernel):
         heads = [q[..., n * d : (n + 1) * d] for n in range(self.heads)]
         return sum((w[..., n : n + 1] * torch.relu(x @ k.mT) for n, x in enumerate(heads)), q.new_zeros(()))
 
+    def unpacked(self, q: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Queries (..., n, i, d) of every head and their weights (..., n, i), each head for itself."""
+        queries, weights = q.split((self.heads * size, self.heads), -1)
+        return queries.unflatten(-1, (self.heads, size)).transpose(-3, -2), weights.mT
+
     def numbers_per_cell(self, size: int) -> int:
         return 2
 

@@ -17,16 +17,18 @@ from ...core.stats import Request
 from . import ENGINE, MAX_SIZE, unsupported_reason
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, num_sms, padded_size, tma_descriptors
 from .kernels.indexer import StripArg, cells_kernel, indexer_kernel, keys_kernel, merge_kernel, queries_kernel
-from .kernels.tile_ops import row_arg, tensor_arg
+from .kernels.tile_ops import TensorArg, row_arg, tensor_arg
 from .launcher import INTERPRETED, launch
 from .tile_config import Config, choose_config
 
 __all__ = ["backward", "forward_pass", "serves_heads"]
 
 #: Parts of the keys at most: each has a state of its own for every row.
-PARTS = 32
-#: Tiles of a multiprocessor between which work is divided evenly.
-TILES_EACH = 8
+PARTS = 64
+#: Programs of a multiprocessor, so that all end at about the same time, and tiles of each at most.
+PROGRAMS, MOST_TILES = 32, 4
+#: Parts at most of a walk over rows or keys that sums up gradients.
+MOST_SPLITS = 8
 #: Blocks of rows whose programs run side by side.
 SIDE_BY_SIDE = 12
 #: Cells of dI that exist at a time: 64 MB in a 16-bit type.
@@ -53,10 +55,9 @@ class IndexInputs:
 
     def __init__(self, problem: Problem, other: Problem) -> None:
         self.teacher, self.packed = KernelInputs(problem), other.q
-        size, count = other.k.shape[3], other.similarity_kernel.heads  # type: ignore[attr-defined]  # a `ReluSum`
-        q = other.q[:, 0, :, : count * size].unflatten(-1, (count, size)).transpose(1, 2).contiguous()  # b n i d
-        self.w = other.q[:, 0, :, count * size :].float().mT.contiguous()  # b n i
-        view = other._with_intervals(replace_fields(other, q=q, similarity_kernel=Product(1.0)))
+        q, w = other.similarity_kernel.unpacked(other.q[:, 0], other.k.shape[3])  # type: ignore[attr-defined]  # a `ReluSum`
+        self.w = w.float().contiguous()  # b n i
+        view = other._with_intervals(replace_fields(other, q=q.contiguous(), similarity_kernel=Product(1.0)))
         self.index = KernelInputs(view)
         self.b, self.i, self.j = self.teacher.b, self.teacher.i, self.teacher.j
         key, key2 = self.teacher.key, self.index.key
@@ -74,15 +75,11 @@ class IndexInputs:
         a, b = (p.mask_format.arg for p in (self.teacher, self.index))
         return (a.before, a.after, first.offset) != (b.before, b.after, second.offset)
 
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        return [*self.teacher.tensors, *self.index.tensors, self.w]
-
     def shared_norm(self, norm: Tensor, shares: Tensor) -> Tensor:
         """The teacher's norm in base 2, less the logarithm of each head's factor: weights come out multiplied by it."""
         p = self.teacher
         norm2 = p.norm2(norm).view(p.b, p.h, p.i, -1)
-        norm2[..., -1] -= shares.float().reshape(-1, p.h, 1).log2()
+        norm2.select(-1, -1).sub_(shares.float().reshape(-1, p.h, 1).log2())
         return norm2
 
     def tile_config(self) -> Config:
@@ -95,38 +92,39 @@ class IndexInputs:
             chosen, block_i=min(chosen.block_i, 64), block_j=min(chosen.block_j, 64), stages=min(chosen.stages, 2)
         )
 
-    def tile_args(self, config: Config) -> tuple[list[Tensor | None], dict[str, Any]]:
-        """Arguments of kernels that compute tiles of both matrices, and the tensors among them."""
+    def tables(self, config: Config, by: str) -> list[TensorArg]:
+        """The `row_table` or `key_table` of both matrices."""
+        return [getattr(p, by)(config) for p in (self.teacher, self.index)]
+
+    def tensors(self, tables: list[TensorArg]) -> list[Tensor | None]:
+        """Tensors that every kernel reads."""
+        return [*self.teacher.tensors, *self.index.tensors, self.w, *(table.ptr for table in tables)]
+
+    def tile_args(self, config: Config, tables: list[TensorArg]) -> dict[str, Any]:
+        """Arguments of kernels that compute tiles of both matrices."""
         p, block_d = self.teacher, padded_size(self.teacher.d, self.teacher.q)
         tma, (q, k, *_), (q_layout, k_layout, *_) = _descriptors(p, config, block_d)
-        common = p.common_args
-        tensors, args = self.mask_args(config, "row_table")
-        args |= {
-            name: common[name] for name in ("modifiers", "strides", "caps", "scale", "scale2", "D", "MODIFIERS", "FP32")
-        }
-        args |= {
+        names = ("modifiers", "strides", "caps", "scale", "scale2", "D", "MODIFIERS", "FP32")
+        args = {name: x for name, x in p.common_args.items() if name in names}
+        return self.mask_args(config, tables, "row_table") | args | {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": q, "k_desc": k, "q_layout": q_layout, "k_layout": k_layout,
-            "w2": row_arg(self.w), "SCALE_FOLDED": p.scale_folded, "TMA": tma, "BLOCK_D": block_d, **config.launch,
+            "w2": row_arg(self.w), "SCALE_FOLDED": p.scale_folded, "TMA": tma, "BLOCK_D": block_d,
         }  # fmt: skip
-        return tensors, args
 
-    def mask_args(self, config: Config, table: str) -> tuple[list[Tensor | None], dict[str, Any]]:
+    def mask_args(self, config: Config, tables: list[TensorArg], by: str) -> dict[str, Any]:
         """The index, and who sees whom in both matrices."""
-        tables = [getattr(p, table)(config) for p in (self.teacher, self.index)]
-        args = {
+        return {
             "mask": self.teacher.mask_format.arg, "mask2": self.index.mask_format.arg, "sizes": self.teacher.common_args["sizes"],
-            "sizes2": self.index.common_args["sizes"], table: tables[0], f"{table}2": tables[1], "MASK": self.teacher.mask_format.kind,
+            "sizes2": self.index.common_args["sizes"], by: tables[0], f"{by}2": tables[1], "MASK": self.teacher.mask_format.kind,
             "MASK2": self.index.mask_format.kind, "q2": tensor_arg(self.index.q), "k2": tensor_arg(self.index.k),
-            "D2": self.index.d, "FP32_2": self.index.fp32, "BLOCK_D2": padded_size(self.index.d, self.index.q),
+            "D2": self.index.d, "FP32_2": self.index.fp32, "BLOCK_D2": padded_size(self.index.d, self.index.q), **config.launch,
         }  # fmt: skip
-        return [*self.tensors, *(ranges.ptr for ranges in tables)], args
 
-    def parts(self, rows: int, config: Config, most: int | None = None) -> tuple[int, int]:
+    def parts(self, rows: int, config: Config) -> tuple[int, int]:
         """Number of parts of the keys, for so many rows of all sequences, and blocks of each."""
         blocks = triton.cdiv(self.j, config.block_j)
-        each = max(1, triton.cdiv(rows, config.block_i) * blocks // (TILES_EACH * _sms(self.w)))
-        if most is not None:
-            each = max(each, triton.cdiv(blocks, most))
+        each = min(MOST_TILES, triton.cdiv(rows, config.block_i) * blocks // (PROGRAMS * _sms(self.w)))
+        each = max(1, each, triton.cdiv(blocks, PARTS))
         return triton.cdiv(blocks, each), each
 
 
@@ -149,23 +147,18 @@ def forward_pass(
     b, i = pair.b, pair.i
     config = pair.tile_config()
     rows = triton.cdiv(i, config.block_i)
-    parts, each = pair.parts(b * i, config, PARTS)
+    parts, each = pair.parts(b * i, config)
     states = empty(parts, b * i, 4, like=norm2, dtype=torch.float32)
-    tensors, tile_args = pair.tile_args(config)
-    forbids, entropy = pair.forbids, int(measure == "kl")
+    tables, forbids, entropy = pair.tables(config, "row_table"), pair.forbids, int(measure == "kl")
 
     def launch_args() -> LaunchArgs:
         return b * rows * parts, {
-            **tile_args, "norm": norm2, "out": states, "rows": rows, "parts": parts, "blocks_each": each,
+            **pair.tile_args(config, tables), "norm": norm2, "out": states, "rows": rows, "parts": parts, "blocks_each": each,
             "side_by_side": SIDE_BY_SIDE, "ENTROPY": entropy, "FORBIDS": forbids,
         }  # fmt: skip
 
-    launch(
-        indexer_kernel,
-        pair.key and (pair.key, config, parts, each, entropy, forbids),
-        [*tensors, norm2, states],
-        launch_args,
-    )
+    key = pair.key and (pair.key, config, parts, each, entropy, forbids)
+    launch(indexer_kernel, key, [*pair.tensors(tables), norm2, states], launch_args)
     value = empty(b, 1, i, like=norm2, dtype=torch.float32)
     factors = empty(b, i, 4, like=norm2, dtype=torch.float32)
 
@@ -218,16 +211,29 @@ def backward(
     scale = torch.where(of_rows.isfinite(), of_rows.abs(), 0).amax().clamp(min=1e-30)
     of_rows = of_rows / scale
     strips = list(_strips(b, i, _full(j)))
-    config = choose_config("indexer_keys", pair.index, pair.index.d, None)
-    parts = max(1, min(triton.cdiv(strips[0].rows, config.block_i), 4 * _sms(pair.w) // (strips[0].batch * triton.cdiv(j, config.block_j))))  # fmt: skip
-    dq = empty(*pair.packed.shape, like=pair.packed, dtype=pair.packed.dtype)
-    dk = empty(parts, b, j, pair.index.d, like=norm2, dtype=torch.float32)
+    of_queries, of_keys = (
+        choose_config(f"indexer_{name}", pair.index, pair.index.d, None) for name in ("queries", "keys")
+    )
+    programs = strips[0].batch * triton.cdiv(strips[0].rows, of_queries.block_i) * pair.index.h
+    parts = _splits(programs, triton.cdiv(j, of_queries.block_j), pair)
+    key_parts = _splits(
+        strips[0].batch * triton.cdiv(j, of_keys.block_j), triton.cdiv(strips[0].rows, of_keys.block_i), pair
+    )
+    wide = torch.float32 if parts > 1 else pair.packed.dtype
+    dq = empty(parts * b, 1, i, pair.packed.shape[3], like=norm2, dtype=wide)
+    dk = empty(key_parts, b, j, pair.index.d, like=norm2, dtype=torch.float32)
     cells = empty(max(s.batch * s.rows for s in strips), _full(j), like=norm2, dtype=pair.index.q.dtype)
     for strip in strips:
         _write_cells(pair, strip, cells, norm2, factors)
-        _add_to_queries(pair, strip, cells, grad, dq)
-        _add_to_keys(pair, strip, cells, of_rows, dk, parts)
+        _add_to_queries(pair, strip, cells, grad, dq, of_queries, parts)
+        _add_to_keys(pair, strip, cells, of_rows, dk, of_keys, key_parts)
+    dq = dq.unflatten(0, (parts, b)).sum(0) if parts > 1 else dq
     return dq, (dk.sum(0) * scale).unsqueeze(1)
+
+
+def _splits(programs: int, blocks: int, pair: IndexInputs) -> int:
+    """Parts of a walk over so many blocks, each with sums of its own, for enough programs to fill the GPU."""
+    return max(1, min(blocks, MOST_SPLITS, 4 * _sms(pair.w) // programs))
 
 
 def _strip_arg(strip: StripRows, cells: Tensor) -> StripArg:
@@ -237,46 +243,54 @@ def _strip_arg(strip: StripRows, cells: Tensor) -> StripArg:
 def _write_cells(pair: IndexInputs, strip: StripRows, cells: Tensor, norm2: Tensor, factors: Tensor) -> None:
     config = pair.tile_config()
     parts, each = pair.parts(strip.batch * strip.rows, config)
-    tensors, tile_args = pair.tile_args(config)
+    tables = pair.tables(config, "row_table")
 
     def launch_args() -> LaunchArgs:
         rows = triton.cdiv(min(strip.rows, pair.i - strip.first_i), config.block_i)  # a table has no row past the end
         return strip.batch * rows * parts, {
-            **tile_args, "norm": norm2, "factors": factors, "strip": _strip_arg(strip, cells), "rows": rows, "parts": parts,
-            "blocks_each": each, "side_by_side": SIDE_BY_SIDE,
+            **pair.tile_args(config, tables), "norm": norm2, "factors": factors, "strip": _strip_arg(strip, cells), "rows": rows,
+            "parts": parts, "blocks_each": each, "side_by_side": SIDE_BY_SIDE,
+        }  # fmt: skip
+
+    key = pair.key and (pair.key, config, strip, parts, each)
+    launch(cells_kernel, key, [*pair.tensors(tables), norm2, factors, cells], launch_args)
+
+
+def _add_to_queries(
+    pair: IndexInputs, strip: StripRows, cells: Tensor, grad: Tensor, dq: Tensor, config: Config, parts: int
+) -> None:
+    tables = pair.tables(config, "row_table")
+
+    def launch_args() -> LaunchArgs:
+        blocks = triton.cdiv(min(strip.rows, pair.i - strip.first_i), config.block_i)
+        return strip.batch * blocks * pair.index.h * parts, {
+            **pair.mask_args(config, tables, "row_table"), "w2": row_arg(pair.w), "strip": _strip_arg(strip, cells), "grad": grad,
+            "out_dq": tensor_arg(dq), "blocks": blocks, "parts": parts, "batch": pair.b,
         }  # fmt: skip
 
     launch(
-        cells_kernel,
-        pair.key and (pair.key, config, strip, parts, each),
-        [*tensors, norm2, factors, cells],
+        queries_kernel,
+        pair.key and (pair.key, config, strip, parts),
+        [*pair.tensors(tables), cells, grad, dq],
         launch_args,
     )
 
 
-def _add_to_queries(pair: IndexInputs, strip: StripRows, cells: Tensor, grad: Tensor, dq: Tensor) -> None:
-    config = choose_config("indexer_queries", pair.index, pair.index.d, None)
-    tensors, args = pair.mask_args(config, "row_table")
-
-    def launch_args() -> LaunchArgs:
-        blocks = triton.cdiv(min(strip.rows, pair.i - strip.first_i), config.block_i)
-        return strip.batch * blocks * pair.index.h, {
-            **args, "w2": row_arg(pair.w), "strip": _strip_arg(strip, cells), "grad": grad, "out_dq": tensor_arg(dq),
-            "blocks": blocks, **config.launch,
-        }  # fmt: skip
-
-    launch(queries_kernel, pair.key and (pair.key, config, strip), [*tensors, cells, grad, dq], launch_args)
-
-
-def _add_to_keys(pair: IndexInputs, strip: StripRows, cells: Tensor, of_rows: Tensor, dk: Tensor, parts: int) -> None:
-    config = choose_config("indexer_keys", pair.index, pair.index.d, None)
-    tensors, args = pair.mask_args(config, "key_table")
+def _add_to_keys(
+    pair: IndexInputs, strip: StripRows, cells: Tensor, of_rows: Tensor, dk: Tensor, config: Config, parts: int
+) -> None:
+    tables = pair.tables(config, "key_table")
 
     def launch_args() -> LaunchArgs:
         return strip.batch * triton.cdiv(pair.j, config.block_j) * parts, {
-            **args, "row_factors": row_arg(of_rows), "strip": _strip_arg(strip, cells), "out_dk": dk, "parts": parts,
-            "blocks_each": triton.cdiv(triton.cdiv(strip.rows, config.block_i), parts), "batch": pair.b, "ADD": strip.first_i > 0,
-            **config.launch,
+            **pair.mask_args(config, tables, "key_table"), "row_factors": row_arg(of_rows), "strip": _strip_arg(strip, cells),
+            "out_dk": dk, "parts": parts, "blocks_each": triton.cdiv(triton.cdiv(strip.rows, config.block_i), parts),
+            "batch": pair.b, "ADD": strip.first_i > 0,
         }  # fmt: skip
 
-    launch(keys_kernel, pair.key and (pair.key, config, strip, parts), [*tensors, of_rows, cells, dk], launch_args)
+    launch(
+        keys_kernel,
+        pair.key and (pair.key, config, strip, parts),
+        [*pair.tensors(tables), of_rows, cells, dk],
+        launch_args,
+    )

@@ -68,7 +68,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("profile", 128): Config(64, 64, 4, 3),
     ("profile", 256): Config(64, 64, 4, 2),
     # The teacher's heads and an index: by shared memory and registers, as compiled for sm_90. `queries` and `keys`: sums of dI.
-    ("indexer", 64): Config(128, 128, 8, 3),
+    ("indexer", 64): Config(64, 64, 4, 3),
     ("indexer", 128): Config(128, 128, 8, 3),
     ("indexer", 256): Config(64, 64, 4, 2),
     ("indexer_queries", 128): Config(128, 128, 8, 2, tma=False),
@@ -143,6 +143,8 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("tile_states", 64): Config(128, 64, 4, 1, tma=False),
     ("tile_states", 128): Config(128, 64, 8, 1, tma=False),
     ("head_rows", 128): Config(64, 32, 8, 1, tma=False),
+    ("indexer_queries", 128): Config(64, 64, 4, 2, tma=False),
+    ("indexer_keys", 128): Config(64, 64, 4, 2, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {

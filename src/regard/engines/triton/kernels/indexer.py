@@ -237,24 +237,26 @@ def cells_kernel(
             tl.store(at, tl.zeros([BLOCK_I, BLOCK_J], tl.float32).to(strip.ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=("blocks",))
+@triton.jit(do_not_specialize=("blocks", "parts", "batch"))
 def queries_kernel(
-    q2, k2, w2, strip, grad, out_dq, row_table, mask, sizes, row_table2, mask2, sizes2, blocks,
-    D2: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, FP32_2: tl.constexpr,
+    q2, k2, w2, strip, grad, out_dq, row_table, mask, sizes, row_table2, mask2, sizes2, blocks, parts,
+    batch,    D2: tl.constexpr, MASK: tl.constexpr, MASK2: tl.constexpr, FP32_2: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D2: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BLOCK_I queries of one index head, and of their weights, into a packed query (`core/scores/kinds.Indexer`)."""
+    """Gradients of BLOCK_I queries of one index head, and of their weights, from one part of the keys that they see, into a packed
+    query (`core/scores/kinds.Indexer`) of (parts · batch, 1, i, n · D2 + n)."""
     pid = tl.program_id(0)
-    h = pid % sizes2.h
-    block = blocks - 1 - pid // sizes2.h % blocks
-    b = strip.b + pid // (sizes2.h * blocks)
+    h, part = pid % sizes2.h, pid // sizes2.h % parts
+    block = blocks - 1 - pid // (sizes2.h * parts) % blocks
+    b = strip.b + pid // (sizes2.h * parts * blocks)
     start = strip.i + block * BLOCK_I
     i, d2 = start + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D2)
     q2_tile = load_tile(q2, b, h, i, d2, sizes2.i, D2, True)
     dq = tl.zeros([BLOCK_I, BLOCK_D2], tl.float32)
     dw = tl.zeros([BLOCK_I], tl.float32)
     begin, end = key_range(start, b, row_table, mask, sizes, row_table2, mask2, sizes2, MASK, MASK2, BLOCK_I, BLOCK_J)
-    for n in range(begin, end):
+    each = tl.cdiv(tl.maximum(end - begin, 0), parts)
+    for n in range(begin + part * each, tl.minimum(end, begin + (part + 1) * each)):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
         at = strip_ptr(strip, b, i[:, None], j[None, :])
         ds = tl.load(at).to(tl.float32)
@@ -266,7 +268,7 @@ def queries_kernel(
     there = i < sizes.i
     g = tl.load(grad + b.to(tl.int64) * sizes.i + i, mask=there, other=0.0)
     w = tl.load(head_ptr(w2, b, h) + i.to(tl.int64) * w2.i, mask=there, other=0.0)
-    packed = head_ptr(out_dq, b, b * 0) + i.to(tl.int64) * out_dq.i
+    packed = head_ptr(out_dq, part * batch + b, b * 0) + i.to(tl.int64) * out_dq.i
     at = packed[:, None] + (h * D2 + d2)[None, :] * out_dq.j
     tl.store(at, (dq * (g * w)[:, None]).to(out_dq.ptr.dtype.element_ty), mask=there[:, None] & (d2 < D2)[None, :])
     tl.store(packed + (sizes2.h * D2 + h) * out_dq.j, (dw * g).to(out_dq.ptr.dtype.element_ty), mask=there)
