@@ -26,18 +26,31 @@ def reads_arrays_of_one_number() -> bool:
     return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 7)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed on this machine")
-@pytest.mark.skipif(
-    not reads_arrays_of_one_number(), reason="the interpreter of Triton before 3.7 needs NumPy before 2.4"
+needs_the_interpreter = pytest.mark.skipif(
+    not reads_arrays_of_one_number(),
+    reason="Triton is not installed, or its interpreter, before Triton 3.7, needs NumPy before 2.4",
 )
-@pytest.mark.parametrize("part", range(PARTS))
-def test_kernels_agree_with_float64_in_the_interpreter(part: int) -> None:
+
+
+def run_in_the_interpreter(*arguments: str) -> None:
     """Several cases a process: what it prints names the case, the answer, both values and the bound."""
     run = subprocess.run(
-        [sys.executable, SUPPORT / "triton_interpreter.py", str(part), str(PARTS)],
+        [sys.executable, SUPPORT / "triton_interpreter.py", *arguments],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+
+
+@needs_the_interpreter
+@pytest.mark.parametrize("part", range(PARTS))
+def test_kernels_agree_with_float64_in_the_interpreter(part: int) -> None:
+    run_in_the_interpreter(str(part), str(PARTS))
+
+
+@needs_the_interpreter
+@pytest.mark.parametrize("part", range(2))
+def test_tiles_agree_with_float64_in_the_interpreter(part: int) -> None:
+    run_in_the_interpreter("tiles", str(part), "2")
 
 
 def test_importing_regard_does_not_import_triton() -> None:

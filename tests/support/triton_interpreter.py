@@ -1,5 +1,7 @@
 """Kernels in Triton's interpreter: python tests/support/triton_interpreter.py <part> <of>. Prints what is wrong; exit code 1 if anything.
 
+`tiles <part> <of>`: those alone that pool tiles of the matrix.
+
 A process of its own, since Triton asks once, when it is imported, whether it is to interpret. bfloat16 is silently
 wrong there, and races never show: those are for tests/gpu.
 """
@@ -28,9 +30,10 @@ from regard.engines.triton import (
     mask_args,
     profile_pass,
     tile_config,
+    tile_pool_pass,
     topk_pass,
 )
-from support import comparison_cases, kernel_cases, profile_cases
+from support import comparison_cases, kernel_cases, profile_cases, tile_pool_cases
 
 torch.set_num_threads(1)
 np.seterr(all="ignore")  # empty rows divide by 0, and are told so; what comes out is judged
@@ -151,6 +154,23 @@ def _wrong_profiles(part: int, of: int) -> int:
     return wrong
 
 
+def wrong_tile_pools(part: int, of: int) -> int:
+    """Tiles of the matrix; half of the maps take several passes over some of their rows."""
+    tile_pool_pass.empty = poisoned
+    most, wrong = tile_pool_pass.MAX_STATE_BYTES, 0
+    for n, name in list(enumerate(tile_pool_cases.CASES))[part::of]:
+        tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
+        tile_pool_pass.MAX_STATE_BYTES = most if n % 2 else 8 * 8 * 4 * 17
+        try:
+            tile_pool_cases.judged(name, (torch.float32, torch.float16)[n // 2 % 2])
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {error} [tiles, {name}]")
+    tile_config.forced.clear()
+    tile_pool_pass.MAX_STATE_BYTES = most
+    return wrong
+
+
 def main(part: int, of: int) -> int:
     profile_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = topk_pass.empty = (
         forward_pass.empty
@@ -200,4 +220,6 @@ def main(part: int, of: int) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "tiles":
+        sys.exit(int(wrong_tile_pools(int(sys.argv[2]), int(sys.argv[3])) > 0))
     sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
