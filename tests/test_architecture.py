@@ -109,7 +109,7 @@ ARROWS: dict[str, set[str]] = {
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},
     "core.rows.relations": {
         "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources",
-        "core.rows.fused", "core.rows.segments", "core.rows.strips", "core.stats", "core.torch_state", "core.types", "engines",
+        "core.rows.fused", "core.rows.segments", "core.rows.spans", "core.rows.strips", "core.stats", "core.torch_state", "core.types", "engines",
     },
     "core.rows.head_profile": {
         "core.evaluation", "core.problem", "core.rows.relations", "core.rows.sources", "core.stats", "core.torch_state", "engines",
