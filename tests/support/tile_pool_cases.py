@@ -43,6 +43,8 @@ CASES: dict[str, tuple[int, int, str, Callable[..., Any], Callable[[Any], Tensor
     "segments": (41, 48, "sink", lambda i, j: regard.causal(), lambda W: W.segment_mass(torch.arange(48, device=W.device) * 5 // 48)),
     "segments of several runs": (48, 48, "plain", lambda i, j: regard.window(20, 5), lambda W: W.segment_mass(
         torch.tensor([-1] * 6 + [1] * 10 + [0] * 20 + [2] * 3 + [1] * 9, device=W.device))),
+    "recall of blocks": (47, 47, "plain", lambda i, j: regard.causal(), lambda W: W.recall(
+        torch.rand(6, 5, generator=torch.Generator().manual_seed(1)).to(W.device) > 0.5, block=(8, 10))),
     "segments that overlap": (48, 48, "plain", lambda i, j: regard.causal(), lambda W: W.segment_mass(SPANS)),
 }  # fmt: skip
 
