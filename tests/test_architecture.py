@@ -93,8 +93,10 @@ ARROWS: dict[str, set[str]] = {
         "core.block", "core.pytree", "core.rows.sources", "core.stats", "core.rows.strips", "core.torch_state",
     },
     "core.rows.fused": {
-        "core.rows.comparison", "core.problem", "core.pytree", "core.rows.sources", "core.rows.complete_rows", "core.rows.spans", "core.rows.strips", "core.torch_state", "engines",
+        "core.rows.comparison", "core.problem", "core.pytree", "core.rows.sources", "core.rows.complete_rows", "core.rows.head_shares", "core.rows.spans", "core.rows.strips",
+        "core.stats", "core.torch_state", "engines",
     },
+    "core.rows.segments": {"core.arguments", "core.indexing", "core.masks.intervals"},
     "core.rows.traced": {"core.rows.fused", "core.pytree", "core.rows.sources", "core.rows.strips"},
     "core.rows.questions": {
         "core.arguments", "core.broadcast", "core.rows.comparison", "core.indexing", "core.masks.algebra", "core.operators", "core.problem",
@@ -109,8 +111,7 @@ ARROWS: dict[str, set[str]] = {
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},
     "core.rows.relations": {
         "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.position_questions", "core.rows.sources",
-        "core.rows.strips",
-        "core.stats", "engines",
+        "core.rows.fused", "core.rows.segments", "core.rows.spans", "core.rows.strips", "core.stats", "core.torch_state", "core.types", "engines",
     },
     "core.rows.head_profile": {
         "core.evaluation", "core.problem", "core.rows.relations", "core.rows.sources", "core.stats", "core.torch_state", "engines",

@@ -59,6 +59,12 @@ def test_losses_of_indexers_agree_with_float64_in_the_interpreter(part: int) -> 
     interpret(part, 4, "indexers")
 
 
+@in_the_interpreter
+@pytest.mark.parametrize("part", range(2))
+def test_tiles_agree_with_float64_in_the_interpreter(part: int) -> None:
+    interpret(part, 2, "tiles")
+
+
 def test_importing_regard_does_not_import_triton() -> None:
     code = "import sys, regard; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

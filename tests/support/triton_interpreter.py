@@ -1,4 +1,6 @@
-"""Kernels in Triton's interpreter: python tests/support/triton_interpreter.py <part> <of> [indexers]. Prints what is wrong; exit code 1 if anything.
+"""Kernels in Triton's interpreter: python tests/support/triton_interpreter.py <part> <of> [heads | indexers | tiles].
+
+Prints what is wrong; exit code 1 if anything. A last word names the kernels beside the engine's own: heads together, indexers, tiles.
 
 A process of its own, since Triton asks once, when it is imported, whether it is to interpret. bfloat16 is silently
 wrong there, and races never show: those are for tests/gpu.
@@ -30,9 +32,10 @@ from regard.engines.triton import (
     mask_args,
     profile_pass,
     tile_config,
+    tile_pool_pass,
     topk_pass,
 )
-from support import comparison_cases, head_cases, indexer_cases, kernel_cases, profile_cases
+from support import comparison_cases, head_cases, indexer_cases, kernel_cases, profile_cases, tile_pool_cases
 
 torch.set_num_threads(1)
 np.seterr(all="ignore")  # empty rows divide by 0, and are told so; what comes out is judged
@@ -191,6 +194,21 @@ def heads_together(part: int, of: int) -> int:
     return int(wrong > 0)
 
 
+def tiles(part: int, of: int) -> int:
+    """Tiles of the matrix; half of the maps take several passes over some of their rows."""
+    tile_pool_pass.empty = poisoned
+    most, wrong = tile_pool_pass.MAX_STATE_BYTES, 0
+    for n, name in list(enumerate(tile_pool_cases.CASES))[part::of]:
+        tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
+        tile_pool_pass.MAX_STATE_BYTES = most if n % 2 else 8 * 8 * 4 * 17
+        try:
+            tile_pool_cases.judged(name, (torch.float32, torch.float16)[n // 2 % 2])
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {error} [tiles, {name}]")
+    return int(wrong > 0)
+
+
 def main(part: int, of: int) -> int:
     profile_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = topk_pass.empty = (
         forward_pass.empty
@@ -240,5 +258,5 @@ def main(part: int, of: int) -> int:
 
 
 if __name__ == "__main__":
-    parts = {"heads": heads_together, "indexers": indexers}
+    parts = {"heads": heads_together, "indexers": indexers, "tiles": tiles}
     sys.exit(parts.get("".join(sys.argv[3:]), main)(int(sys.argv[1]), int(sys.argv[2])))

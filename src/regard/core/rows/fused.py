@@ -25,10 +25,13 @@ from .comparison import Comparison
 from .complete_rows import RowEntropy
 from .head_shares import HeadShares
 from .sources import ChosenRows, HeadRows, RowSource, ScoreRows
-from .spans import TilePool
+from .spans import BlockMask, CellMass, TilePool, block_edges
 from .strips import Question, need_first_order, walk_tiles
 
 __all__ = ["fused", "on_gpu", "span_masses"]
+
+#: Weights of rows on blocks of keys that are stored for a sum over chosen blocks: 1 GB.
+MOST_MASSES = 2**28
 
 
 def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | None:
@@ -46,6 +49,8 @@ def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | No
         value = _compare_heads(sources[0], None, "entropy", divided=False)
     elif isinstance(question, TilePool) and isinstance(sources[0], ScoreRows):
         value = _pooled(sources[0], question)
+    elif isinstance(question, CellMass) and question.blocks is not None:
+        value = _mass_of_blocks(sources[0], question.blocks)
     return None if value is None else [value]
 
 
@@ -140,6 +145,16 @@ def _pooled(rows: ScoreRows, question: TilePool) -> Tensor | None:
         return None
     args = (rows.norm, question.row_edges, question.col_edges, question.by)
     return without_autocast(problem.q, lambda: kernels.pooled(problem, *args))
+
+
+def _mass_of_blocks(source: RowSource, blocks: BlockMask) -> Tensor | None:
+    """The weight (b, h, i) of every row on the blocks that are flagged, from its weight on every block of keys."""
+    b, h, i, j = source.shape
+    edges = block_edges(blocks.cols, j)
+    if b * h * i * len(edges) > MOST_MASSES or (by_block := span_masses(source, edges)) is None:
+        return None
+    flags = blocks.blocks.reshape(*[1] * (4 - blocks.blocks.ndim), *blocks.blocks.shape)
+    return (by_block * flags.repeat_interleave(blocks.rows, -2)[..., :i, :]).sum(-1)
 
 
 def span_masses(source: RowSource, edges: tuple[int, ...]) -> Tensor | None:

@@ -370,8 +370,7 @@ class RowQuestions(NotElementwise, Shareable):
             return mass
         flags = segment_flags(rows, self.shape[-2], self._tokens[0], self._factors.q, "rows")
         shares = flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)
-        of_rows = shares.index_select(1, self._rows_here)
-        return self._over_ranks(without_autocast(mass, lambda: of_rows @ mass), "segment_mass")
+        return self._over_ranks(without_autocast(mass, lambda: shares[:, self._rows_here] @ mass), "segment_mass")
 
     def _segment_masses(self, keys: SegmentsLike) -> Tensor:
         flags = segment_flags(keys, self.shape[-1], self._tokens[1], self._factors.q, "keys")

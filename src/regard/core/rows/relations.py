@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ...engines import get_engine
 from ...engines.reference import dense, log_weights
+from ...engines.replay import replay_or_record
 from ..evaluation import LazyMatrix
 from ..indexing import Tokens, as_int, slice_bounds
 from ..problem import Factors
@@ -21,9 +23,10 @@ from .fused import on_gpu, span_masses
 from .head_reduction import HeadReduction
 from .head_shares import head_shares
 from .position_questions import PositionQuestions
-from .segments import runs_of
+from .segments import Runs, runs_of
 from .sources import DenseRows, RowSource, ScoreRows
-from .strips import DenseForm
+from .spans import TilePool
+from .strips import DenseForm, Question
 
 __all__ = ["Relations", "row_range"]
 
@@ -59,14 +62,37 @@ class Relations(LazyMatrix, PositionQuestions):
             )
         return factors
 
+    def _ask_rows(self, question: Question, *others: RowQuestions) -> list[Tensor]:
+        if others or not isinstance(question, TilePool):
+            return super()._ask_rows(question, *others)
+        key = "tiles", question.row_edges, question.col_edges, question.by
+        return self._replayed_rows(key, partial(super()._ask_rows, question))
+
+    def _replayed_rows(self, key: tuple[Any, ...], compute: Callable[[], list[Tensor]], *more: Tensor) -> list[Tensor]:
+        """`compute()`, replayed on a GPU where it depends on the factors, `more` and a key alone."""
+        q, engine = self._factors.q, get_engine(self._engine)
+        wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in self._leaves)
+        if wants_gradients or not (self._entire and q.is_cuda and self._is_replayed(self._factors, engine)):
+            return compute()
+        key = *key, self._spec, engine.name, self._one_head
+        return replay_or_record(key, [*self._leaves, *more], compute)  # type: ignore[no-any-return]
+
     def _segment_masses(self, keys: SegmentsLike) -> Tensor:
         engine, q = get_engine(self._engine), self._factors.q
         if self._entire and on_gpu(q) and not (engine.plain or engine.avoids_gpu_kernels or is_tracing()):
             runs = runs_of(keys, self.shape[-1], self._tokens[1], q.device)
-            by_run = None if runs is None else span_masses(self._row_source(self._factors.batch), runs.edges)
-            if runs is not None and by_run is not None:
-                return self._unfold(runs.masses(by_run), self._factors.batch)
+            if runs is not None:
+                members = () if runs.members is None else (runs.members,)
+                key, pass_over = ("segments", runs.edges), partial(self._masses_of_runs, runs)
+                (mass,) = self._replayed_rows(key, pass_over, *members) or (None,)
+                if mass is not None:
+                    return mass
         return super()._segment_masses(keys)
+
+    def _masses_of_runs(self, runs: Runs) -> list[Tensor]:
+        """By one pass of kernels; nothing where they do not serve."""
+        by_run = span_masses(self._row_source(self._factors.batch), runs.edges)
+        return [] if by_run is None else [self._unfold(runs.masses(by_run), self._factors.batch)]
 
     def rows(self, part: slice) -> Self:
         """The same matrix for adjacent rows alone; every question then costs what these rows cost.

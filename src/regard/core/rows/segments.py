@@ -52,8 +52,8 @@ def runs_of(segments: Any, n: int, tokens: Tokens | None, device: torch.device) 
             return None
         if not cache_allowed([segments], device):
             return _of_ids(segments.cpu(), device)
-        known, version, runs = _CACHE.get(id(segments), (None, None, None))
-        if known is None or known() is not segments or version != segments._version:
+        ref, version, runs = _CACHE.get(id(segments), (None, None, None))
+        if ref is None or ref() is not segments or version != segments._version:
             runs = _of_ids(segments.cpu(), device)
             if len(_CACHE) >= _MAX_CACHED:
                 _CACHE.clear()

@@ -58,6 +58,11 @@ class CellMass:
         return "log-weights" if self.log else "weights"
 
     @property
+    def blocks(self) -> BlockMask | None:
+        """The cells as blocks, where they are blocks and the weights of a row on each may be added up."""
+        return self.mask if isinstance(self.mask, BlockMask) and not self.log else None
+
+    @property
     def merges(self) -> tuple[Merge, ...]:
         return ("lse" if self.log else "sum",)
 

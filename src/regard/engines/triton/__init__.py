@@ -2,8 +2,8 @@
 
 Device code is in `kernels` (Triton) and `hopper` (Gluon, for Hopper GPUs and the most common requests). Host code:
 `mask_args` (the mask as kernel arguments), `kernel_inputs` (a problem as kernel arguments), `tile_config` (tile sizes by
-shape), `forward_pass`, `decode_pass`, `short_pass`, `topk_pass`, `backward_pass`, `comparison_pass`, `head_rows_pass`, `indexer_pass`
-and `profile_pass` (which kernels run, and on what), `launcher` (cached launches).
+shape), `forward_pass`, `decode_pass`, `short_pass`, `topk_pass`, `backward_pass`, `comparison_pass`, `head_rows_pass`, `indexer_pass`,
+`tile_pool_pass` and `profile_pass` (which kernels run, and on what), `launcher` (cached launches).
 Triton is imported when the engine first computes.
 
 Supported: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.problem import Problem
 from ...core.pytree import flatten, unflatten
 from ...core.stats import Request
-from ..replay import replay_or_record
+from ..replay import current_recorder, replay_or_record
 from . import decode_pass, unsupported_reason
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, padded_size, tma_descriptors
 from .kernels.tile_ops import tensor_arg
@@ -57,7 +57,12 @@ def _edges(at: tuple[int, ...], n: int, device: torch.device, most: int) -> Edge
     """`most`: the longest tiles that are taken as of one size."""
     size = _one_size(at, n)
     ends = len(at) - 1, at[0], at[-1]
-    return Edges(*ends, size) if 0 < size <= most else Edges(*ends, 0, _on_device(at, device))
+    if 0 < size <= most:
+        return Edges(*ends, size)
+    on_device = _on_device(at, device)
+    if (recorder := current_recorder()) is not None:
+        recorder.hold(on_device)
+    return Edges(*ends, 0, on_device)
 
 
 @lru_cache(256)

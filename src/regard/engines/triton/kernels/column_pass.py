@@ -146,8 +146,8 @@ def add_rows_to_pool(w, column, pool_sum, open_row, pool, b, h, n, i, j, sizes, 
     begin, end = tl.maximum(start, pool.i0), tl.minimum(tl.minimum(start + BLOCK_I, sizes.i), pool.i1)
     first, last = tile_row(begin, pool), tile_row(end - 1, pool)
     last = tl.where(begin < end, last, first - 1)
-    whole = (first == last) & (end - begin == BLOCK_I)
-    if whole & (first == open_row):
+    goes_on = (first == last) & (end - begin == BLOCK_I) & (first == open_row)
+    if goes_on:
         pool_sum += column
     else:
         row = tl.where((i >= begin) & (i < end), tile_row(i, pool), -1)

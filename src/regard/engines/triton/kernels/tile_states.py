@@ -350,20 +350,24 @@ def merge_rows_kernel(
         tl.store(at, finished_tile(top, total, BY), mask=(row < row_tiles)[None, :] & (c < tiles)[:, None])
     else:
         first, past = tl.load(row_edges + r), tl.load(row_edges + r + 1)
-        top = tl.full([BLOCK_C], EMPTY_MAX if BY == "lse" else 0.0, tl.float32)
-        total = tl.zeros([BLOCK_C], tl.float32)
+        top = tl.full([BLOCK_C, BLOCK_I], EMPTY_MAX if BY == "lse" else 0.0, tl.float32)
+        total = tl.zeros([BLOCK_C, BLOCK_I], tl.float32)
         for start in range(first, past, BLOCK_I):
             i = start + tl.arange(0, BLOCK_I)
             there = (c < tiles)[:, None] & (i < past)[None, :]
             state, pivot, m, share = load_states(states, pivots, rows, line, head, c, i, there, sizes, BY)
             if BY == "lse":
-                new = tl.maximum(top, tl.max(pivot, 1))
-                total = total * tl.exp2(top - new) + tl.sum(state * tl.exp2(pivot - new[:, None]), 1)
+                new = tl.maximum(top, pivot)
+                total = total * tl.exp2(top - new) + state * tl.exp2(pivot - new)
                 top = new
             else:
                 w = weights_of_states(state, pivot, m, share, BY)
-                top, total = tl.maximum(top, tl.max(w, 1)), total + tl.sum(w, 1)
-        tl.store(out_head + r.to(tl.int64) * tiles + c, finished_tile(top, total, BY), mask=c < tiles)
+                top, total = tl.maximum(top, w), total + w
+        highest = tl.max(top, 1)
+        if BY == "lse":
+            total = total * tl.exp2(top - highest[:, None])
+        tile = finished_tile(highest, tl.sum(total, 1), BY)
+        tl.store(out_head + r.to(tl.int64) * tiles + c, tile, mask=c < tiles)
 
 
 __all__ = ["merge_rows_kernel", "tile_states_kernel"]
