@@ -50,7 +50,6 @@ def add_tile(s, lse2, sums, origin, start, j, n, edge, scale2, CAUSAL: gl.conste
              WARPS: gl.constexpr):  # fmt: skip
     """Add the weights of tile n to the sums. `edge`: the distance where the next bin begins, of a tile that it splits."""
     received, distance, square, best, best_tile, below, above, bins = sums
-    J: gl.constexpr = s.shape[0]
     I: gl.constexpr = s.shape[1]
     r = gl.arange(0, I, gl.SliceLayout(0, s.type.layout))
     i = n * I + r
