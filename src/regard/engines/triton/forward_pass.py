@@ -240,7 +240,12 @@ def pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, 
     descriptors["lse2_desc"], descriptors["lse2_layout"] = row_vector_descriptor(
         norm2, p.h, config.block_i, p.i // config.block_i
     )
-    return {"STAGES": config.stages, **descriptors, **{name: p.common_args[name] for name in GLUON_ARGS}}
+    return {
+        "STAGES": config.stages,
+        "WARPS": config.warps,
+        **descriptors,
+        **{name: p.common_args[name] for name in GLUON_ARGS},
+    }
 
 
 def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, bool, int]:

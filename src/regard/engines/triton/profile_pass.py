@@ -85,7 +85,7 @@ def _over_keys(p: KernelInputs, norm2: Tensor, config: Config) -> dict[str, Tens
             "heads": heads, "heads_per_group": p.heads_per_group(0), **config.launch,
         }  # fmt: skip
         if config.gluon:
-            arguments = outputs | pipelined_args(p, config, norm2) | {"WARPS": config.warps, "lines": lines}
+            arguments = outputs | pipelined_args(p, config, norm2) | {"lines": lines}
             return blocks * heads, {name: x for name, x in arguments.items() if name != "mask"}
         tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
         return blocks * heads, {

@@ -23,16 +23,10 @@ from ..kernels.forward import schedule_tile
 from ..kernels.profile import BINS, bin_of
 from ..kernels.tile_ops import FLOOR, store_row
 from .column_pass_pipelined import issue_qk, prefetch
-from .gluon_ops import alloc_barriers, alloc_smem, own_cells, sync_threads, tma_load_async
+from .gluon_ops import alloc_barriers, alloc_smem, fold, own_cells, sync_threads, tma_load_async
 
 #: Kinds of blocks.
 NEAR, SPLIT, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-
-
-@gluon.jit
-def fold(x):
-    """Sums of the cells of a row that one thread has, (j, 4)."""
-    return gl.sum(own_cells(x), 2)
 
 
 @gluon.jit
