@@ -26,7 +26,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import regard
-from regard.engines.triton import backward_pass, decode_pass, forward_pass, kernel_inputs, tile_config, topk_pass
+from regard.engines.triton import (
+    backward_pass,
+    decode_pass,
+    forward_pass,
+    kernel_inputs,
+    profile_pass,
+    tile_config,
+    topk_pass,
+)
 
 TABLE = Path(__file__).with_name("sm90.json")
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -61,6 +69,18 @@ def columns(d: int) -> None:
     forward_pass.column_pass(problem, ("received",), torch.zeros(1, 2, 512, 2), None, None)
 
 
+def rows_alone(d: int, causal: bool) -> None:
+    q, mask = draw(1, 2, 512, d), regard.causal() if causal else None
+    regard.weights(q, draw(1, 2, 512, d), mask=mask, engine="triton").see("lse", "max_score", "entropy")
+
+
+def profiles(d: int, causal: bool) -> None:
+    mask = regard.causal() if causal else None
+    problem = regard.weights(draw(1, 2, 512, d), draw(1, 2, 512, d), mask=mask)._factors.problem()
+    rows = {name: torch.zeros(1, 2, 512) for name in ("entropy", "max_score")} | {"norm": torch.zeros(1, 2, 512, 2)}
+    profile_pass.profile_pass(problem, rows, torch.zeros(1, 1, 512, 1, dtype=torch.int64))
+
+
 def gradients(d: int, length: int = 512) -> None:
     q, k, v = (draw(1, 2, length, d, grad=True) for _ in range(3))
     seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", values=v)
@@ -75,6 +95,11 @@ REQUESTS: dict[str, Callable[[], None]] = {
     "rows, d 256": lambda: rows(256, False),
     "columns, d 64": lambda: columns(64),
     "columns, d 128": lambda: columns(128),
+    "rows without values, d 64": lambda: rows_alone(64, False),
+    "rows without values, d 64, causal": lambda: rows_alone(64, True),
+    "profile, d 64": lambda: profiles(64, False),
+    "profile, d 64, causal": lambda: profiles(64, True),
+    "profile, d 128, causal": lambda: profiles(128, True),
     "gradients, d 64, causal": lambda: gradients(64),
     "gradients, d 128, causal": lambda: gradients(128, 8192),
     "gradients of few keys or odd lengths, d 64, causal": lambda: gradients(64, 448),
@@ -97,7 +122,7 @@ def compiled(requests: dict[str, Callable[[], None]]) -> dict[str, Usage]:
         usages[f"{request}: {kernel.__name__}"] = {**usage(binary.asm["cubin"]), "shared": binary.metadata.shared}
 
     driver.set_active(Driver())
-    for module in (kernel_inputs, forward_pass, decode_pass, topk_pass, backward_pass):
+    for module in (kernel_inputs, forward_pass, decode_pass, topk_pass, backward_pass, profile_pass):
         module.launch = compile_only  # type: ignore[attr-defined]
         if hasattr(module, "num_sms"):
             module.num_sms = lambda device: 132  # of an H200

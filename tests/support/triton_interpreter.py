@@ -20,7 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import regard
 from regard.core.masks import intervals
+from regard.core.stats import Request
 from regard.engines.triton import (
     backward_pass,
     comparison_pass,
@@ -209,12 +211,46 @@ def tiles(part: int, of: int) -> int:
     return int(wrong > 0)
 
 
+def _wrong_near_sums() -> int:
+    """What the pipelined profile, which no interpreter runs, leaves to others: bins near the diagonal, the row of the largest."""
+    wrong = 0
+    for t, d, causal in ((200, 16, True), (150, 24, False), (70, 16, False)):
+        make = torch.Generator().manual_seed(t)
+        q, k = (torch.randn(2, heads, t, d, generator=make) for heads in (4, 2))
+        matrix = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton")
+        p = kernel_inputs.KernelInputs(matrix._factors.problem())
+        rows = matrix._ask(Request(("norm", "entropy", "max_score")))
+        norm2 = p.norm2(rows["norm"].contiguous())
+        bins = poisoned(2, 4, 3 + -(-t // profile_pass.NEAR_ROWS), 32, like=q, dtype=torch.float32)
+        profile_pass.near_bins(p, norm2, bins, 3, 64)
+        w = matrix.dense().double()
+        away = (torch.arange(t)[:, None] - torch.arange(t)).abs()
+        edges = (0, 1, 2, 4, 8, 16, 32, 64)
+        for n in range(32):
+            low, high = (edges[n], edges[n + 1]) if n < 7 else (0, 0)
+            right = w.masked_fill((away < low) | (away >= high), 0).sum((-2, -1))
+            if not torch.allclose(bins[:, :, 3:, n].double().sum(2), right, rtol=1e-5, atol=1e-5):
+                wrong += 1
+                print(f"bin {n} of {t} rows, causal {causal}: {bins[:, :, 3:, n].sum(2)}, must be {right}")
+        tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1, tma=False)
+        over_keys = profile_pass._over_keys(p, norm2, tile_config.forced["any"])
+        over_keys["chosen"] = profile_pass._chosen_keys(p, norm2, torch.zeros(1, t, dtype=torch.int64))
+        right = profile_pass.head_sums(p, norm2, rows, over_keys, 1)["place"]
+        over_keys["query"] = over_keys["query"] // 64 * 64
+        place = profile_pass.head_sums(p, norm2, rows, over_keys, 64)["place"]
+        if not torch.equal(place, right):
+            wrong += 1
+            print(f"largest of {t} rows, causal {causal}: {place}, must be {right}")
+        tile_config.forced.clear()
+    return wrong
+
+
 def main(part: int, of: int) -> int:
     profile_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = topk_pass.empty = (
         forward_pass.empty
     ) = kernel_inputs.empty = poisoned
     intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
-    wrong = tables_that_are_wrong() if part == 0 else 0
+    wrong = tables_that_are_wrong() if part == 0 else _wrong_near_sums() if part == 1 % of else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
         # Tiles of two shapes, so that rows and keys cannot be mistaken for one another. The longest lengths still have
         # several tiles each way, the last ones partial; smaller tiles take twice as long.

@@ -257,7 +257,8 @@ def pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, 
 
     descriptors, lines = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j)), p.i // config.block_i
     descriptors["lse2_desc"], descriptors["row_layout"] = row_vector_descriptor(norm2, p.h, config.block_i, lines)
-    return {"STAGES": config.stages, **descriptors, **{name: p.common_args[name] for name in GLUON_ARGS}}
+    common_args = {name: p.common_args[name] for name in GLUON_ARGS}
+    return {"STAGES": config.stages, "WARPS": config.warps, **descriptors, **common_args}
 
 
 def _column_pipeline_args(p: KernelInputs, config: Config, norm2: Tensor, factors: Tensor | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ...core.stats import Request, Results
 from . import unsupported_reason
 from .forward_pass import pipelined_args
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, padded_size, tma_descriptors
-from .kernels.profile import BINS, chosen_keys_kernel, head_sums_kernel, profile_kernel
+from .kernels.profile import BINS, chosen_keys_kernel, head_sums_kernel, near_bins_kernel, profile_kernel
 from .kernels.tile_ops import row_arg, tensor_arg, tma_fits
 from .launcher import launch
 from .tile_config import Config, choose_config
@@ -22,6 +22,8 @@ __all__ = ["profile_pass", "serves_profile"]
 
 #: Rows of a program of `chosen_keys_kernel`.
 CHOSEN_ROWS = 64
+#: Rows of a program of `near_bins_kernel`, which has one warp.
+NEAR_ROWS = 32
 
 
 def serves_profile(problem: Problem) -> bool:
@@ -34,47 +36,56 @@ def serves_profile(problem: Problem) -> bool:
 def profile_pass(problem: Problem, rows: Results, targets: Tensor) -> Results:
     """All sums of every head, `sums` and `place` of `core/rows/head_profile.py`."""
     p = KernelInputs(problem)
-    norm = rows["norm"].contiguous()
-    norm2 = p.norm2(norm)
-    chosen, over_keys = _chosen_keys(p, norm2, targets), _over_keys(p, norm2)
+    rows = {name: rows[name].contiguous() for name in ("norm", "entropy", "max_score")}
+    norm2, config = p.norm2(rows["norm"]), _config(p)
+    over_keys = _over_keys(p, norm2, config)
+    over_keys["chosen"] = _chosen_keys(p, norm2, targets)
+    return head_sums(p, norm2, rows, over_keys, config.block_i // 2 if config.gluon else 1)
+
+
+def head_sums(p: KernelInputs, norm2: Tensor, rows: Results, over_keys: dict[str, Tensor], searched: int) -> Results:
+    """Sums over the rows, keys and tiles of every head. `searched`: rows from `query` on, among which the largest weight is."""
     sums = empty(p.b, p.h, 10 + 2 * BINS.value, like=p.q, dtype=torch.float64)
     place = empty(p.b, p.h, 3, like=p.q, dtype=torch.float64)
     tensors = {
-        "entropy": rows["entropy"].contiguous(), "max_score": rows["max_score"].contiguous(), "norm": norm, "chosen": chosen,
-        "received": over_keys["received"], "distance": over_keys["distance"], "square": over_keys["distance²"],
-        "bins": over_keys["bins"], "tie": over_keys["tie"], "query": over_keys["query"], "key": over_keys["key"], "out": sums,
-        "out_place": place,
+        "entropy": rows["entropy"], "max_score": rows["max_score"], "norm": rows["norm"], "out": sums, "out_place": place, "norm2": norm2,
+        **over_keys,
     }  # fmt: skip
     sizes = {
-        "rows": p.i, "chosen_blocks": chosen.shape[-1], "lines": over_keys["bins"].shape[2], "blocks": over_keys["tie"].shape[2],
-        "BLOCK": 1024, "num_warps": 8,
+        "rows": p.i, "chosen_blocks": over_keys["chosen"].shape[-1], "lines": over_keys["bins"].shape[2],
+        "blocks": over_keys["tie"].shape[2], "ROWS": searched, "BLOCK": 1024, "num_warps": 8,
     }  # fmt: skip
-    launch(head_sums_kernel, (*sizes.values(),), [*tensors.values()], lambda: (p.b * p.h, {**tensors, **sizes}))
+
+    def launch_args() -> LaunchArgs:
+        more = {name: p.common_args[name] for name in ("sizes", "scale2", "D")}
+        more |= {"q": tensor_arg(p.q), "k": tensor_arg(p.k), "BLOCK_D": padded_size(p.d, p.q)}
+        return p.b * p.h, {**tensors, **sizes, **more, "CAUSAL": p.mask_format.kind == "causal"}
+
+    launch(head_sums_kernel, p.key and (p.key, *sizes.values()), [p.q, p.k, *tensors.values()], launch_args)
     return {"sums": sums, "place": place}
 
 
-def _over_keys(p: KernelInputs, norm2: Tensor) -> dict[str, Tensor]:
-    config = _config(p)
+def _over_keys(p: KernelInputs, norm2: Tensor, config: Config) -> dict[str, Tensor]:
     table, blocks = p.key_table(config), triton.cdiv(p.j, config.block_j)
-    kernel, lines = profile_kernel, 1
+    kernel, lines, near = profile_kernel, blocks, triton.cdiv(p.i, NEAR_ROWS)
     if config.gluon:
         from .hopper.profile_pipelined import profile_pipelined_kernel as kernel
 
-        lines = config.warps
-    names = {"received": p.j, "distance": p.j, "distance²": p.j, "tie": blocks}
+        lines = blocks * config.warps + near
+    names = {"received": p.j, "distance": p.j, "square": p.j, "tie": blocks}
     out = {name: empty(p.b, p.h, n, like=p.q, dtype=torch.float32) for name, n in names.items()}
     out |= {name: empty(p.b, p.h, blocks, like=p.q, dtype=torch.int64) for name in ("query", "key")}
-    out["bins"] = empty(p.b, p.h, blocks * lines, BINS.value, like=p.q, dtype=torch.float32)
+    out["bins"] = empty(p.b, p.h, lines, BINS.value, like=p.q, dtype=torch.float32)
 
     def launch_args() -> LaunchArgs:
         block_d, heads = padded_size(p.d, p.q), p.b * p.h
         outputs: dict[str, Any] = {
-            "out_received": row_arg(out["received"]), "out_distance": row_arg(out["distance"]), "out_square": row_arg(out["distance²"]),
+            "out_received": row_arg(out["received"]), "out_distance": row_arg(out["distance"]), "out_square": row_arg(out["square"]),
             "out_bins": out["bins"], "out_tie": out["tie"], "out_query": out["query"], "out_key": out["key"],
             "heads": heads, "heads_per_group": p.heads_per_group(0), **config.launch,
         }  # fmt: skip
         if config.gluon:
-            arguments = outputs | pipelined_args(p, config, norm2) | {"WARPS": config.warps}
+            arguments = outputs | pipelined_args(p, config, norm2) | {"lines": lines}
             return blocks * heads, {name: x for name, x in arguments.items() if name != "mask"}
         tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
         return blocks * heads, {
@@ -85,7 +96,24 @@ def _over_keys(p: KernelInputs, norm2: Tensor) -> dict[str, Tensor]:
 
     tensors = [*p.tensors, norm2, table.ptr, *out.values()]
     launch(kernel, p.key and (p.key, config), tensors, launch_args)
+    if config.gluon:
+        near_bins(p, norm2, out["bins"], blocks * config.warps, config.block_j)
     return out
+
+
+def near_bins(p: KernelInputs, norm2: Tensor, bins: Tensor, before: int, reach: int) -> None:
+    """Sum the weights at distances below `reach` by bin, into the lines of `bins` from `before` on, one for each block of rows."""
+    blocks = triton.cdiv(p.i, NEAR_ROWS)
+
+    def launch_args() -> LaunchArgs:
+        return p.b * p.h * blocks, {
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "norm": norm2, "out": bins, "lines": bins.shape[2], "before": before,
+            "blocks": blocks, "CAUSAL": p.mask_format.kind == "causal", "REACH": reach, "BLOCK": NEAR_ROWS,
+            "BLOCK_D": padded_size(p.d, p.q), "num_warps": 1,
+            **{name: p.common_args[name] for name in ("sizes", "scale2", "D", "FP32")},
+        }  # fmt: skip
+
+    launch(near_bins_kernel, p.key and (p.key, before, reach), [*p.tensors, norm2, bins], launch_args)
 
 
 def _config(p: KernelInputs) -> Config:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.column_pass import add_block_to_pool, flush_pool_row, pool_columns, zero_pool_rows_before
 from ..kernels.forward import schedule_tile
 from ..kernels.tile_ops import FLOOR, row_blocks, store_row, visible_at_all
-from .gluon_ops import alloc_barriers, alloc_smem, sync_threads, tma_load_async
+from .gluon_ops import alloc_barriers, alloc_smem, fold, sync_threads, tma_load_async
 
 
 @gluon.jit
@@ -56,9 +56,10 @@ def columns_of_tile(s, lse2, factors, received, pool_sum, pool, mask, sizes, n, 
     w = gl.exp2(s * scale2 - lse2)
     if WEIGHTED:
         w = w * factors
-    column = gl.sum(w, 1)
+    column = fold(w)
     if POOL:
-        pool_sum = add_block_to_pool(column, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
+        whole = gl.convert_layout(gl.sum(column, 1), j.type.layout)
+        pool_sum = add_block_to_pool(whole, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
     return received + column, pool_sum
 
 
@@ -66,11 +67,11 @@ def columns_of_tile(s, lse2, factors, received, pool_sum, pool, mask, sizes, n, 
 def column_pass_pipelined_kernel(
     q_desc, k_desc, lse2_desc, factors_desc, q_layout, k_layout, row_layout, mask, key_table, pool, out_received, sizes, heads, heads_per_group,
     scale2, D: gl.constexpr, MASK: gl.constexpr, RECEIVED: gl.constexpr, POOL: gl.constexpr, WEIGHTED: gl.constexpr,
-    BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Statistics of BLOCK_J columns; full blocks only."""
     HALF: gl.constexpr = BLOCK_I // 2
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     columns = sizes.j // BLOCK_J
     block, head = schedule_tile(columns, heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
@@ -97,8 +98,8 @@ def column_pass_pipelined_kernel(
         prefetch(q_desc, q_layout, lse2_desc, row_layout, b, h, first + n, past, slots, n, BLOCK_I)
         prefetch_factors(factors_desc, row_layout, b, h, first + n, past, slots, n, WEIGHTED)
     zero_acc = gl.zeros([BLOCK_J, HALF], gl.float32, S)
-    received = gl.zeros([BLOCK_J], gl.float32, gl.SliceLayout(1, S))
-    pool_sum = received
+    received = fold(zero_acc)
+    pool_sum = gl.zeros([BLOCK_J], gl.float32, gl.SliceLayout(1, S))
     if POOL and MASK != "none":
         zero_pool_rows_before(pool, b, h, pool_columns(j, POOL), 2 * first, 2 * past, sizes, HALF, POOL)
     if first < past:
@@ -140,7 +141,7 @@ def column_pass_pipelined_kernel(
     if POOL:
         flush_pool_row(pool_sum, pool, b, h, pool_columns(j, POOL), 2 * first, 2 * past, sizes, HALF, POOL)
     if RECEIVED:
-        store_row(out_received, b, h, j, received, sizes.j)
+        store_row(out_received, b, h, j, gl.convert_layout(gl.sum(received, 1), gl.SliceLayout(1, S)), sizes.j)
 
 
 __all__ = ["column_pass_pipelined_kernel"]

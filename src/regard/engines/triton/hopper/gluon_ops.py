@@ -111,6 +111,12 @@ def own_cells(x):
 
 
 @gluon.jit
+def fold(x):
+    """Sums of the cells of a line that one thread has, (lines, 4): they are added across threads when the last tile is done."""
+    return gl.sum(own_cells(x), 2)
+
+
+@gluon.jit
 def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT mbarriers, each with ARRIVALS arrivals a phase."""
     barrier = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -200,6 +206,7 @@ __all__ = [
     "async_store",
     "await_stores",
     "float32_descriptor",
+    "fold",
     "gluon_descriptor",
     "head_descriptor",
     "head_tile",

@@ -2,8 +2,8 @@
 
 The loop is that of `column_pass_pipelined`, and the sums are those of `kernels.profile`. Blocks are squares, so a block of rows
 that is n blocks from the diagonal lies within one bin of distances, unless |n| is a power of two: then an edge of a bin is its
-diagonal. Thus the rows are walked in runs, each of one kind: the blocks beside the diagonal, whose cells are counted one by one;
-blocks that an edge splits; and all others, which do the least.
+diagonal. Thus the rows are walked in runs, each of one kind: the block on the diagonal; blocks that an edge splits; and all
+others, which do the least. Distances shorter than a block fall into many bins: `near_bins_kernel` counts those.
 
 A thread has every fourth pair of the columns of a product, and keeps sums of its own: a row of a tile has four of them, which
 are added across threads when the last tile is done.
@@ -23,16 +23,10 @@ from ..kernels.forward import schedule_tile
 from ..kernels.profile import BINS, bin_of
 from ..kernels.tile_ops import FLOOR, store_row
 from .column_pass_pipelined import issue_qk, prefetch
-from .gluon_ops import alloc_barriers, alloc_smem, own_cells, sync_threads, tma_load_async
+from .gluon_ops import alloc_barriers, alloc_smem, fold, own_cells, sync_threads, tma_load_async
 
 #: Kinds of blocks.
 NEAR, SPLIT, FAR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-
-
-@gluon.jit
-def fold(x):
-    """Sums of the cells of a row that one thread has, (j, 4)."""
-    return gl.sum(own_cells(x), 2)
 
 
 @gluon.jit
@@ -46,21 +40,10 @@ def add_to_bin(x, bins, n, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def near_sums(w, away, lowest, highest, bins, WARPS: gl.constexpr):
-    """Σ w, Σ w |i − j| and Σ w |i − j|² of a tile, cell by cell, and its sums by bin."""
-    far, own_bin = away.to(gl.float32), bin_of(away)
-    for n in range(lowest, highest + 1):
-        bins = add_to_bin(fold(gl.where(own_bin == n, w, 0.0)), bins, n, WARPS)
-    weighted = w * far
-    return fold(w), fold(weighted), fold(weighted * far), bins
-
-
-@gluon.jit
 def add_tile(s, lse2, sums, origin, start, j, n, edge, scale2, CAUSAL: gl.constexpr, KIND: gl.constexpr,
              WARPS: gl.constexpr):  # fmt: skip
     """Add the weights of tile n to the sums. `edge`: the distance where the next bin begins, of a tile that it splits."""
     received, distance, square, best, best_tile, below, above, bins = sums
-    J: gl.constexpr = s.shape[0]
     I: gl.constexpr = s.shape[1]
     r = gl.arange(0, I, gl.SliceLayout(0, s.type.layout))
     i = n * I + r
@@ -69,15 +52,10 @@ def add_tile(s, lse2, sums, origin, start, j, n, edge, scale2, CAUSAL: gl.conste
     w = gl.exp2(s * scale2 - lse2)
     if KIND == NEAR:
         away = i[None, :] - j[:, None]
-        others = gl.where(away == 0, 0.0, w)
-        low, high = n * I - start - (J - 1), n * I - start + (I - 1)  # of i − j
-        lowest, highest = gl.maximum(gl.maximum(low, -high), 0), gl.maximum(high, -low)
-        if CAUSAL:
-            highest = high
-        column, by_distance, by_square, bins = near_sums(
-            w, gl.maximum(away, -away), bin_of(lowest), bin_of(highest), bins, WARPS
-        )
-        distance += by_distance
+        others, far = gl.where(away == 0, 0.0, w), gl.maximum(away, -away).to(gl.float32)
+        column, weighted = fold(w), w * far
+        distance += fold(weighted)
+        by_square = fold(weighted * far)
     else:
         others = w
         if KIND == SPLIT:
@@ -113,18 +91,12 @@ def add_block(k_tile, s, sums, slots, zero_acc, origin, q_desc, q_layout, lse2_d
     lse2 = slots[1].index(slot).slice(0, HALF, 1).load(S)
     next_lse2 = slots[1].index(slot).slice(HALF, HALF, 1).load(S)
     other = issue_qk(k_tile, slots, slot, zero_acc, HALF, 1)
-    if KIND == NEAR:  # its loop over bins would break up what runs beside a product
-        other = warpgroup_mma_wait(0, deps=(other,))
     sums = add_tile(s, lse2, sums, origin, start, j, 2 * n, edge, scale2, CAUSAL, KIND, WARPS)
-    if KIND != NEAR:
-        other = warpgroup_mma_wait(0, deps=(other,))
+    other = warpgroup_mma_wait(0, deps=(other,))
     mbarrier.wait(slots[2].index(after % STAGES), (after // STAGES) & 1)
     s = issue_qk(k_tile, slots, after % STAGES, zero_acc, HALF, 0)
-    if KIND == NEAR:
-        s = warpgroup_mma_wait(0, deps=(s,))
     sums = add_tile(other, next_lse2, sums, origin, start, j, 2 * n + 1, edge, scale2, CAUSAL, KIND, WARPS)
-    if KIND != NEAR:
-        s = warpgroup_mma_wait(0, deps=(s,))
+    s = warpgroup_mma_wait(0, deps=(s,))
     sync_threads()  # no thread reads this block any more
     prefetch(q_desc, q_layout, lse2_desc, row_layout, b, h, n + STAGES, past, slots, slot, BLOCK)
     return s, sums
@@ -142,43 +114,12 @@ def end_bin(sums, n, NEXT: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def place_of_largest(k_tile, slots, zero_acc, best, best_tile, q_desc, q_layout, lse2_desc, row_layout, b, h, start, j, keys, first,
-                     past, scale2, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The largest weight, its row and its key: from its row block once more, since the same product has the same bits."""
-    HALF: gl.constexpr = BLOCK // 2
-    S: gl.constexpr = zero_acc.type.layout
-    best = gl.where(keys == 0, 0.0, best)
-    largest = gl.max(gl.max(best, 1), 0)
-    key = gl.min(gl.min(gl.where(best == largest, keys, 2147483647), 1), 0)
-    here = (best == largest) & (keys == key)
-    tile = gl.min(gl.min(gl.where(here, best_tile, 2147483647), 1), 0)
-    block = gl.minimum(gl.maximum(tile // 2, first), past - 1)
-    sync_threads()
-    prefetch(q_desc, q_layout, lse2_desc, row_layout, b, h, block, past, slots, 0, BLOCK)
-    mbarrier.wait(slots[2].index(0), ((past - first + STAGES - 1) // STAGES) & 1)
-    most_yet, query = largest * 0.0 - 1.0, block * BLOCK
-    for SECOND in gl.static_range(2):
-        lse2 = slots[1].index(0).slice(SECOND * HALF, HALF, 1).load(S)
-        s = warpgroup_mma_wait(0, deps=(issue_qk(k_tile, slots, 0, zero_acc, HALF, SECOND),))
-        i = block * BLOCK + SECOND * HALF + gl.arange(0, HALF, gl.SliceLayout(0, S))
-        shown = (j[:, None] == key) & (i[None, :] != j[:, None])
-        if CAUSAL:
-            shown = shown & (i[None, :] >= j[:, None])
-        w = gl.where(shown, gl.exp2(s * scale2 - lse2), 0.0)
-        most = gl.max(gl.max(w, 1), 0)
-        row = gl.min(gl.min(gl.where(shown & (w == most), i[None, :] + 0 * j[:, None], 2147483647), 1), 0)
-        query = gl.where((most > most_yet) & (row < 2147483647), row, query)
-        most_yet = gl.maximum(most_yet, most)
-    return largest, query, key
-
-
-@gluon.jit
 def profile_pipelined_kernel(
     q_desc, k_desc, lse2_desc, q_layout, k_layout, row_layout, out_received, out_distance, out_square, out_bins, out_tie, out_query,
-    out_key, sizes, heads, heads_per_group, scale2,
+    out_key, lines, sizes, heads, heads_per_group, scale2,
     D: gl.constexpr, MASK: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The profile of BLOCK_J columns; full blocks only, of as many rows as keys."""
+    """The profile of BLOCK_J columns; full blocks only, of as many rows as keys. `out_query`: the first row of a tile."""
     HALF: gl.constexpr = BLOCK_I // 2
     CAUSAL: gl.constexpr = MASK == "causal"
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
@@ -215,11 +156,12 @@ def profile_pipelined_kernel(
     mbarrier.wait(ready.index(0), 0)
     s = issue_qk(k_tile, slots, 0, zero_acc, HALF, 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    # The bins of a block of squares: the bin below an edge 2ⁿ is n.
+    # The bin below an edge 2ⁿ is n. What lies below the first edge is counted elsewhere.
     EDGE_BIN: gl.constexpr = 7 if BLOCK_J == 128 else 6
+    NO_BIN: gl.constexpr = 32
     if not CAUSAL:  # rows before the keys, the farthest first
         levels = bin_of(at - first) - 1
-        for m in range(0, levels):
+        for m in range(0, levels + 1):
             level = levels - m
             for n in range(gl.maximum(at - (2 << level) + 1, first), at - (1 << level)):
                 s, sums = add_block(
@@ -234,19 +176,18 @@ def profile_pipelined_kernel(
                 BLOCK_J << level, scale2, CAUSAL, SPLIT, BLOCK_I, STAGES, WARPS,
             )  # fmt: skip
             sums = end_bin(sums, EDGE_BIN + level + 1, False, WARPS)
-        sums = end_bin(sums, EDGE_BIN + 1, True, WARPS)
-    for n in range(gl.maximum(at - 1, first), gl.minimum(at + 2, past)):
-        s, sums = add_block(
-            k_tile, s, sums, slots, zero_acc, origin, q_desc, q_layout, lse2_desc, row_layout, b, h, start, j, n, first, past, 0,
-            scale2, CAUSAL, NEAR, BLOCK_I, STAGES, WARPS,
-        )  # fmt: skip
+        sums = end_bin(sums, NO_BIN, True, WARPS)
+    s, sums = add_block(
+        k_tile, s, sums, slots, zero_acc, origin, q_desc, q_layout, lse2_desc, row_layout, b, h, start, j, at, first, past, 0,
+        scale2, CAUSAL, NEAR, BLOCK_I, STAGES, WARPS,
+    )  # fmt: skip
     levels = bin_of(past - 1 - at)
-    for level in range(1, levels):
+    for level in range(0, levels):
         s, sums = add_block(
             k_tile, s, sums, slots, zero_acc, origin, q_desc, q_layout, lse2_desc, row_layout, b, h, start, j, at + (1 << level), first, past,
             BLOCK_J << level, scale2, CAUSAL, SPLIT, BLOCK_I, STAGES, WARPS,
         )  # fmt: skip
-        sums = end_bin(sums, EDGE_BIN + level, True, WARPS)
+        sums = end_bin(sums, gl.where(level == 0, NO_BIN, EDGE_BIN + level), True, WARPS)
         for n in range(at + (1 << level) + 1, gl.minimum(at + (2 << level), past)):
             s, sums = add_block(
                 k_tile, s, sums, slots, zero_acc, origin, q_desc, q_layout, lse2_desc, row_layout, b, h, start, j, n, first, past, 0,
@@ -257,16 +198,18 @@ def profile_pipelined_kernel(
     store_row(out_received, b, h, j, gl.convert_layout(gl.sum(received, 1), gl.SliceLayout(1, S)), sizes.j)
     store_row(out_distance, b, h, j, gl.convert_layout(gl.sum(distance, 1), gl.SliceLayout(1, S)), sizes.j)
     store_row(out_square, b, h, j, gl.convert_layout(gl.sum(square, 1), gl.SliceLayout(1, S)), sizes.j)
-    program = (b * sizes.h + h).to(gl.int64) * blocks + at
-    lines, slot = gl.arange(0, WARPS, gl.SliceLayout(1, LINES)), gl.arange(0, BINS, gl.SliceLayout(0, LINES))
-    gl.store(out_bins + program * (WARPS * BINS) + lines[:, None] * BINS + slot[None, :], bins)
-    largest, query, key = place_of_largest(
-        k_tile, slots, zero_acc, best, best_tile, q_desc, q_layout, lse2_desc, row_layout, b, h, start, j, thread_keys, first, past,
-        scale2, CAUSAL, BLOCK_I, STAGES,
-    )  # fmt: skip
-    gl.store(out_tie + program, largest)
-    gl.store(out_query + program, query.to(gl.int64))
-    gl.store(out_key + program, key.to(gl.int64))
+    head = (b * sizes.h + h).to(gl.int64)
+    line, slot = gl.arange(0, WARPS, gl.SliceLayout(1, LINES)), gl.arange(0, BINS, gl.SliceLayout(0, LINES))
+    gl.store(out_bins + ((head * lines + at * WARPS + line) * BINS)[:, None] + slot[None, :], bins)
+    # The largest weight, its key and its tile; among equal ones those that come first.
+    best = gl.where(thread_keys == 0, 0.0, best)
+    largest = gl.max(gl.max(best, 1), 0)
+    key = gl.min(gl.min(gl.where(best == largest, thread_keys, 2147483647), 1), 0)
+    here = (best == largest) & (thread_keys == key)
+    tile = gl.min(gl.min(gl.where(here, best_tile, 2147483647), 1), 0)
+    gl.store(out_tie + head * blocks + at, largest)
+    gl.store(out_query + head * blocks + at, (tile * HALF).to(gl.int64))
+    gl.store(out_key + head * blocks + at, key.to(gl.int64))
 
 
 __all__ = ["profile_pipelined_kernel"]

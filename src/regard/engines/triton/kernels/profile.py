@@ -182,6 +182,53 @@ def chosen_keys_kernel(
 
 
 @triton.jit
+def near_bins_kernel(
+    q, k, norm, out, lines, before, sizes, blocks, scale2,
+    D: tl.constexpr, FP32: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The weights of BLOCK rows at distances below REACH, summed by bin: into line `before` and on of the `lines` of their head.
+
+    A tile has few cells and one warp, which adds them up alone.
+    """
+    head, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    b, h = head // sizes.h, head % sizes.h
+    i, d, slot = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BINS)
+    q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
+    lse2, _ = load_norm2(norm, b, h, i, sizes, True)
+    bins = tl.zeros([BINS], tl.float32)
+    ahead = 0 if CAUSAL else REACH // BLOCK
+    for n in range(tl.maximum(block - REACH // BLOCK, 0), tl.minimum(block + ahead + 1, blocks)):
+        j = n * BLOCK + tl.arange(0, BLOCK)
+        k_tile = load_tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
+        w = tl.exp2(product(q_tile, k_tile.T, FP32) * scale2 - lse2[:, None])
+        away = tl.abs(i[:, None] - j[None, :])
+        there = (i[:, None] < sizes.i) & (j[None, :] < sizes.j) & (away < REACH)
+        if CAUSAL:
+            there = there & (j[None, :] <= i[:, None])
+        w = tl.where(there, tl.where(w > 1.0, 1.0, w), 0.0)  # not the product of the norm: it may be an ulp off
+        own_bin, apart = bin_of(away), tl.abs(block - n) * BLOCK
+        for at in range(bin_of(tl.maximum(apart - BLOCK + 1, 0)), bin_of(tl.minimum(apart + BLOCK, REACH) - 1) + 1):
+            bins += tl.where(slot == at, tl.sum(tl.sum(tl.where(own_bin == at, w, 0.0), 1), 0), 0.0)
+    tl.store(out + (head * lines + before + block) * BINS + slot, bins)
+
+
+@triton.jit
+def row_of_largest(q, k, norm, first, key, b, h, sizes, scale2, CAUSAL: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK_D: tl.constexpr):  # fmt: skip
+    """The row, of ROWS from `first` on, that puts the largest weight on a key that is not its own."""
+    i, d = first.to(tl.int32) + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    q_tile = load_tile(q, b, h, i, d, sizes.i, D, True).to(tl.float32)
+    at = head_ptr(k, b, h // sizes.k_group) + key * k.i + d * k.j
+    k_row = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+    lse2, _ = load_norm2(norm, b, h, i, sizes, True)
+    log2w = tl.sum(q_tile * k_row[None, :], 1) * scale2 - lse2
+    there = (i < sizes.i) & (i != key)
+    if CAUSAL:
+        there = there & (i > key)
+    return first + tl.argmax(tl.where(there, log2w, float("-inf")), 0)
+
+
+@triton.jit
 def add_up(x, n, BLOCK: tl.constexpr):
     """The sum of n float32 in float64."""
     total = tl.zeros([BLOCK], tl.float64)
@@ -224,10 +271,13 @@ def add_up_by_position(x, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_sums_kernel(
-    entropy, max_score, norm, chosen, received, distance, square, bins, tie, query, key, out, out_place, rows, chosen_blocks, lines, blocks,
-    BLOCK: tl.constexpr,
+    entropy, max_score, norm, chosen, received, distance, square, bins, tie, query, key, out, out_place, q, k, norm2, sizes, rows,
+    chosen_blocks, lines, blocks, scale2, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one head over its rows, keys and tiles, in float64 and in the order of `core/rows/head_profile.SUMS`."""
+    """The sums of one head over its rows, keys and tiles, in float64 and in the order of `core/rows/head_profile.SUMS`.
+
+    ROWS: `query` is the first of so many rows, among which the largest weight is searched; 1: it is the row itself.
+    """
     head = tl.program_id(0).to(tl.int64)
     e1, e2, w1, w2 = add_up_rows(entropy + head * rows, max_score + head * rows, norm + 2 * head * rows, rows, BLOCK)
     slot, line = tl.arange(0, BINS), tl.arange(0, 64)
@@ -257,8 +307,13 @@ def head_sums_kernel(
         place = tl.where(here > largest, start + tl.argmax(weights, 0), place)
         largest = tl.maximum(here, largest)
     tl.store(out_place + head * 3, largest.to(tl.float64))
-    tl.store(out_place + head * 3 + 1, tl.load(query + head * blocks + place).to(tl.float64))
-    tl.store(out_place + head * 3 + 2, tl.load(key + head * blocks + place).to(tl.float64))
+    row, column = tl.load(query + head * blocks + place), tl.load(key + head * blocks + place)
+    if ROWS > 1:
+        row = row_of_largest(
+            q, k, norm2, row, column, head // sizes.h, head % sizes.h, sizes, scale2, CAUSAL, D, ROWS, BLOCK_D
+        )
+    tl.store(out_place + head * 3 + 1, row.to(tl.float64))
+    tl.store(out_place + head * 3 + 2, column.to(tl.float64))
 
 
-__all__ = ["BINS", "chosen_keys_kernel", "head_sums_kernel", "profile_kernel"]
+__all__ = ["BINS", "chosen_keys_kernel", "head_sums_kernel", "near_bins_kernel", "profile_kernel"]
