@@ -110,7 +110,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},
     "core.rows.relations": {
-        "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.position_questions", "core.rows.sources",
+        "core.evaluation", "core.rows.head_reduction", "core.rows.head_shares", "core.indexing", "core.problem", "core.rows.position_questions", "core.rows.questions", "core.rows.sources",
         "core.rows.fused", "core.rows.segments", "core.rows.spans", "core.rows.strips", "core.stats", "core.torch_state", "core.types", "engines",
     },
     "core.rows.head_profile": {

@@ -23,6 +23,7 @@ from .fused import on_gpu, span_masses
 from .head_reduction import HeadReduction
 from .head_shares import head_shares
 from .position_questions import PositionQuestions
+from .questions import RowQuestions
 from .segments import Runs, runs_of
 from .sources import DenseRows, RowSource, ScoreRows
 from .spans import TilePool
