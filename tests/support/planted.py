@@ -240,7 +240,7 @@ BUGS = [
     Bug("triton heads: gradients of keys from the last strip alone", "engines/triton/head_rows_pass.py", '"ADD": rows.start > 0', '"ADD": False', ("heads together in the interpreter",)),
     Bug("triton heads: a sum is not divided", "engines/triton/kernels/head_rows.py", "x = x / total", "x = x", ("heads together in the interpreter",)),
     Bug("triton heads: tiles are not divided", "engines/triton/kernels/head_rows.py", "p = tl.div_rn(p, tl.where(total == 0.0, 1.0, total))", "p = p", ("heads together in the interpreter",)),
-    Bug("triton heads: a sink's share is no outcome", "engines/triton/kernels/head_rows.py", "x += p * (log2_of_total", "x += 0.0 * p * (log2_of_total", ("heads together in the interpreter",)),
+    Bug("triton heads: a sink's share is no outcome", "engines/triton/kernels/head_rows.py", "x += p * (tl.log2(total)", "x += 0.0 * p * (tl.log2(total)", ("heads together in the interpreter",)),
     Bug("triton heads: the first head's mask for all", "engines/triton/head_rows_pass.py", "p.mask_format.arg.flags_h != 0", "False", ("heads together in the interpreter",)),
     Bug("triton heads: the norm of the head before", "engines/triton/kernels/head_rows.py", "tl.minimum(h + 1, sizes.h - 1)", "tl.minimum(h, sizes.h - 1)", ("heads together in the interpreter",)),
     Bug("triton heads: key blocks are counted by every program", "engines/triton/kernels/head_rows.py", "for n in range(first + split, past, splits):", "for n in range(first + split, past):", ("heads together in the interpreter",)),
