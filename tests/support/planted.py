@@ -291,7 +291,7 @@ BUGS = [
     Bug("comparison: the textbook's logarithms are those of weights", "engines/reference.py", "_, log_w = weights_from_norm(s, norm, False)", "log_w = weights_from_norm(s, norm, False)[0].log()", ("comparison",)),
     # core/rows/stats.py and core/rows/head_reduction.py: heads together, distances, patterns.
     Bug("heads: the log of a mean is that of the sum", "core/rows/sources.py", "torch.where(counts, factors, 1).log(), 2, divisor=total)", "torch.where(counts, factors, 1).log(), 2)", ("row statistics",)),
-    Bug("heads: a mean over all groups", "core/rows/head_shares.py", "total = factors.unflatten(1, (groups, -1)).sum(2)", "total = factors.sum(1, keepdim=True).expand(1, groups, 1, 1)", ("row statistics",)),
+    Bug("heads: a mean over all groups", "core/rows/head_shares.py", "return self.factors.unflatten(1, (-1, self.size)).sum(2)", "return self.factors.sum(1, keepdim=True).expand(1, self.factors.shape[1] // self.size, 1, 1)", ("row statistics",)),
     Bug("heads: a mean is multiplied by a rounded share", "core/rows/head_shares.py", "y if total is None else y / total", "y if total is None else y * (1 / total)", ("row weights: heads",)),
     Bug("heads: the entropy leaves the sink out", "core/rows/stats.py", "return rows if strip.sink is None or strip.log_sink is None else rows + _entropy(strip.sink, strip.log_sink)", "return rows", ("row statistics",)),
     Bug("heads: keys of the largest count from the strip", "core/rows/stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
