@@ -236,7 +236,7 @@ BUGS = [
     Bug("layouts: the stride of a single head counts", "core/problem.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
     Bug("layouts: an operator returns another one than its fake", "core/autograd.py", "return _empty_in_layout(x, result.shape, result.dtype).copy_(result)", "return result", ("layouts",)),
     # core/rows/strips.py and core/rows/comparison.py: complete rows, and two matrices side by side.
-    Bug("heads: a recorded question computes the norm again", "core/rows/head_reduction.py", "known._norm = norm", "pass", ("replay",)),
+    Bug("heads: a recorded question computes the norm again", "core/rows/head_reduction.py", "with_norm._norm = norm", "pass", ("replay",)),
     Bug("triton heads: gradients are not centred", "engines/triton/kernels/head_rows_backward.py", "ds = w * (x - centre[:, None]) * slope", "ds = w * x * slope", ("heads together in the interpreter",)),
     Bug("triton heads: gradients of keys from the last strip alone", "engines/triton/head_rows_pass.py", '"ADD": rows.start > 0', '"ADD": False', ("heads together in the interpreter",)),
     Bug("triton heads: a sum is not divided", "engines/triton/kernels/head_rows.py", "x = x / total", "x = x", ("heads together in the interpreter",)),

@@ -115,13 +115,13 @@ class HeadReduction(RowQuestions):
         request = Request(("norm",))
         norm = W._cache.get(W._leaves, request).get("norm")
         norm = W._ask(request)["norm"] if norm is None else norm
-        known = copy(self)  # a call that is recorded reads no cache
-        known._norm = norm
+        with_norm = copy(self)  # a call that is recorded reads no cache
+        with_norm._norm = norm
         if not W._is_replayed(W._factors, engine):
-            return super(HeadReduction, known)._ask_rows(question)
+            return super(HeadReduction, with_norm)._ask_rows(question)
         key = "heads", W._spec, spec, self._size, self._one_head, engine.name
         read = [*W._leaves, *tensors, norm]
-        return replay_or_record(key, read, lambda: super(HeadReduction, known)._ask_rows(question))
+        return replay_or_record(key, read, lambda: super(HeadReduction, with_norm)._ask_rows(question))
 
     def _is_by_gpu_kernels(self, engine: Engine, tensors: list[Tensor]) -> bool:
         """Whether kernels of a GPU may answer a question of such tensors."""
