@@ -574,3 +574,19 @@ def test_threads_may_ask_at_once(as_shipped):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.skipif(numba.load() is None, reason="needs numba and the symbols of PyTorch's library")
+@pytest.mark.parametrize("outer", [(1, 4), (2, 3, 4)])
+def test_a_recorded_question_about_heads_brings_their_norm_along(outer, monkeypatch):
+    """A recorded call reads no cache: it computed the norm again, in every replay."""
+    from regard.engines.numba import head_rows
+
+    norms, forward_pass = [], head_rows.forward_pass
+    monkeypatch.setattr(head_rows, "forward_pass", lambda *a: (norms.append(a[1]), forward_pass(*a))[1])
+    q = torch.randn(*outer, 20, 16)
+    W, want = regard.weights(q, mask=causal()), regard.weights(q.double(), mask=causal(), engine="reference")
+    for _ in range(4):
+        torch.testing.assert_close(W.reduce_heads().entropy().double(), want.reduce_heads().entropy(), rtol=0, atol=1e-5)
+    assert 2 <= len(norms) < 4  # computed and recorded, then replayed
+    assert all(norm is not None for norm in norms)

@@ -102,8 +102,8 @@ def judged(name: str, dtype: torch.dtype, device: str = "cpu", repeats: int = 1)
     logs = (w * torch.where(w > 0, w, 1).log().abs()).sum(-1)
     total = w.sum(-1)
     slack = {"entropy": r * (total + logs) + U, "product": r * total.unsqueeze(-1) + U}
-    asked: list[bool] = []
-    kernels, fused._kernels_of_heads = fused._kernels_of_heads, lambda heads: _seen(asked, kernels(heads))
+    by_kernels: list[bool] = []
+    kernels, fused._kernels_of_heads = fused._kernels_of_heads, lambda heads: _seen(by_kernels, kernels(heads))
     try:
         for _ in range(repeats):
             mine, _, _ = matrix(name, dtype, device, exact=False)
@@ -118,11 +118,11 @@ def judged(name: str, dtype: torch.dtype, device: str = "cpu", repeats: int = 1)
                     assert bool((got >= 0).all()), f"{name}: an entropy below 0, {got.min()}"
     finally:
         fused._kernels_of_heads = kernels
-    assert False not in (asked or [False]), f"{name}: strips answered"
+    assert False not in (by_kernels or [False]), f"{name}: strips answered"
 
 
-def _seen(asked: list[bool], kernels: Any) -> Any:
-    asked.append(kernels is not None)
+def _seen(by_kernels: list[bool], kernels: Any) -> Any:
+    by_kernels.append(kernels is not None)
     return kernels
 
 

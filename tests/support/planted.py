@@ -240,11 +240,12 @@ BUGS = [
     Bug("layouts: the stride of a single head counts", "core/problem.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
     Bug("layouts: an operator returns another one than its fake", "core/autograd.py", "return _empty_in_layout(x, result.shape, result.dtype).copy_(result)", "return result", ("layouts",)),
     # core/rows/strips.py and core/rows/comparison.py: complete rows, and two matrices side by side.
+    Bug("heads: a recorded question computes the norm again", "core/rows/head_reduction.py", "with_norm._norm = norm", "pass", ("replay",)),
     Bug("triton heads: gradients are not centred", "engines/triton/kernels/head_rows_backward.py", "ds = w * (x - centre[:, None]) * slope", "ds = w * x * slope", ("heads together in the interpreter",)),
     Bug("triton heads: gradients of keys from the last strip alone", "engines/triton/head_rows_pass.py", '"ADD": rows.start > 0', '"ADD": False', ("heads together in the interpreter",)),
     Bug("triton heads: a sum is not divided", "engines/triton/kernels/head_rows.py", "x = x / total", "x = x", ("heads together in the interpreter",)),
     Bug("triton heads: tiles are not divided", "engines/triton/kernels/head_rows.py", "p = tl.div_rn(p, tl.where(total == 0.0, 1.0, total))", "p = p", ("heads together in the interpreter",)),
-    Bug("triton heads: a sink's share is no outcome", "engines/triton/kernels/head_rows.py", "x += p * (log2_of_total", "x += 0.0 * p * (log2_of_total", ("heads together in the interpreter",)),
+    Bug("triton heads: a sink's share is no outcome", "engines/triton/kernels/head_rows.py", "x += p * (tl.log2(total)", "x += 0.0 * p * (tl.log2(total)", ("heads together in the interpreter",)),
     Bug("triton heads: the first head's mask for all", "engines/triton/head_rows_pass.py", "p.mask_format.arg.flags_h != 0", "False", ("heads together in the interpreter",)),
     Bug("triton heads: the norm of the head before", "engines/triton/kernels/head_rows.py", "tl.minimum(h + 1, sizes.h - 1)", "tl.minimum(h, sizes.h - 1)", ("heads together in the interpreter",)),
     Bug("triton heads: key blocks are counted by every program", "engines/triton/kernels/head_rows.py", "for n in range(first + split, past, splits):", "for n in range(first + split, past):", ("heads together in the interpreter",)),
@@ -317,7 +318,7 @@ BUGS = [
     Bug("comparison: the textbook's logarithms are those of weights", "engines/reference.py", "_, log_w = weights_from_norm(s, norm, False)", "log_w = weights_from_norm(s, norm, False)[0].log()", ("comparison",)),
     # core/rows/complete_rows.py and core/rows/head_reduction.py: heads together, distances, patterns.
     Bug("heads: the log of a mean is that of the sum", "core/rows/sources.py", "torch.where(counts, factors, 1).log(), 2, divisor=total)", "torch.where(counts, factors, 1).log(), 2)", ("row statistics",)),
-    Bug("heads: a mean over all groups", "core/rows/head_shares.py", "total = factors.unflatten(1, (groups, -1)).sum(2)", "total = factors.sum(1, keepdim=True).expand(1, groups, 1, 1)", ("row statistics",)),
+    Bug("heads: a mean over all groups", "core/rows/head_shares.py", "return self.factors.unflatten(1, (-1, self.size)).sum(2)", "return self.factors.sum(1, keepdim=True).expand(1, self.factors.shape[1] // self.size, 1, 1)", ("row statistics",)),
     Bug("heads: a mean is multiplied by a rounded share", "core/rows/head_shares.py", "y if total is None else y / total", "y if total is None else y * (1 / total)", ("row weights: heads",)),
     Bug("heads: the entropy leaves the sink out", "core/rows/complete_rows.py", "return rows if strip.sink is None or strip.log_sink is None else rows + _entropy(strip.sink, strip.log_sink)", "return rows", ("row statistics",)),
     Bug("heads: keys of the largest count from the strip", "core/rows/complete_rows.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),

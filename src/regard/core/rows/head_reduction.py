@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from ...engines.replay import is_replayed_device, replay_or_record
 from ..arguments import as_values, at_least_one, chosen_keys
 from ..broadcast import check_broadcast
 from ..inherited import named_by_class
-from ..pytree import flatten
+from ..pytree import flatten, replace_fields
 from ..results import TopK
 from ..stats import Request
 from ..torch_state import as_size, is_tracing
@@ -63,6 +64,7 @@ class HeadReduction(PositionQuestions):
         self._weights, self._size, self._shares = weights, size, shares
         self._factors, self._engine, self._one_head = weights._factors, weights._engine, one_head
         self._tokens = weights._tokens
+        self._norm: Tensor | None = None  # of the heads, (*batch, h, i, 2), where a question brings it along
 
     @property
     def shape(self) -> torch.Size:
@@ -98,6 +100,8 @@ class HeadReduction(PositionQuestions):
 
     def _row_source(self, batch: torch.Size) -> RowSource:
         heads = self._weights._row_source(batch)
+        if self._norm is not None:
+            heads = replace_fields(heads, norm=self._norm.reshape(-1, *self._norm.shape[-3:]))
         return HeadRows(heads, self._size, self._shares)  # type: ignore[arg-type]  # no heads of heads are made
 
     def _answer_rows(self, sources: list[RowSource], question: Question, plain: bool) -> list[Tensor]:
@@ -112,11 +116,13 @@ class HeadReduction(PositionQuestions):
         request = Request(("norm",))
         norm = W._cache.get(W._leaves, request).get("norm")
         norm = W._ask(request)["norm"] if norm is None else norm
+        with_norm = copy(self)  # a call that is recorded reads no cache
+        with_norm._norm = norm
         if not W._is_replayed(W._factors, engine):
-            return super()._ask_rows(question)
+            return super(HeadReduction, with_norm)._ask_rows(question)
         key = "heads", W._spec, spec, self._size, self._one_head, engine.name
         read = [*W._leaves, *tensors, norm]
-        return replay_or_record(key, read, lambda: super(HeadReduction, self)._ask_rows(question))
+        return replay_or_record(key, read, lambda: super(HeadReduction, with_norm)._ask_rows(question))
 
     def _is_by_gpu_kernels(self, engine: Engine, tensors: list[Tensor]) -> bool:
         """Whether kernels of a GPU may answer a question of such tensors."""

@@ -44,7 +44,6 @@ def producer(q_desc, k_desc, tiles, ready, free, tile_queue, tile_counter, mask,
     HALF: gl.constexpr = BLOCK_I // 2
     n, count, tile_phase = gl.program_id(0), 0, 0
     while n < items:
-        next_id = next_tile(tile_counter)
         b, group, start, split = work_item(n, sizes, groups, splits, BLOCK_I)
         first, full_from, full_to, past = key_blocks_of_all(start, b, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         per_group = sizes.h // groups
@@ -56,6 +55,7 @@ def producer(q_desc, k_desc, tiles, ready, free, tile_queue, tile_counter, mask,
                 load_head_tile(q_desc, b, h, start, ready.index(slot), q_tiles.index(2 * slot))
                 load_head_tile(q_desc, b, h, start + HALF, ready.index(slot), q_tiles.index(2 * slot + 1))
                 count += 1
+        next_id = next_tile(tile_counter)  # late: items taken ahead of time would leave other programs idle at the end
         publish_tile(next_id, queue_slot, queue_ready, queue_free, tile_phase)
         n = next_id
         tile_phase += 1
