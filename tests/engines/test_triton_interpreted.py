@@ -32,10 +32,10 @@ in_the_interpreter = pytest.mark.skipif(
 )
 
 
-def interpret(*arguments: object) -> None:
+def interpret(*arguments: object, script: str = "triton_interpreter.py") -> None:
     """Several cases a process: what it prints names the case, the answer, both values and the bound."""
     run = subprocess.run(
-        [sys.executable, SUPPORT / "triton_interpreter.py", *map(str, arguments)],
+        [sys.executable, SUPPORT / script, *map(str, arguments)],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
@@ -63,6 +63,11 @@ def test_losses_of_indexers_agree_with_float64_in_the_interpreter(part: int) -> 
 @pytest.mark.parametrize("part", range(2))
 def test_tiles_agree_with_float64_in_the_interpreter(part: int) -> None:
     interpret(part, 2, "tiles")
+
+
+@in_the_interpreter
+def test_a_replayed_loss_of_an_indexer_has_the_bits_of_a_direct_one() -> None:
+    interpret(script="interpreted_tape.py")
 
 
 def test_importing_regard_does_not_import_triton() -> None:

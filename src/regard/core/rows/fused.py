@@ -342,7 +342,7 @@ class _HeadComparisonNode(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         tensors, rest = saved[: ctx.count], saved[ctx.count :]
         problem, _, shares, other = unflatten(ctx.spec, tensors)
-        grads = _differentiate_heads(problem, shares, other, ctx.divided, rest, grad)
+        grads = _differentiate_heads(problem, shares, other, ctx.divided, tuple(rest), grad)
         outputs: list[Tensor | None] = [None] * ctx.count
         first = ctx.count - len(flatten(other)[1])
         for n, g in zip((first, first + 1), grads, strict=True):

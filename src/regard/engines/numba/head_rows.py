@@ -82,7 +82,7 @@ def forward_pass(
 
 
 def backward(
-    problem: Problem, shares: Tensor, other: Problem, divided: bool, saved: list[Tensor], grad: Tensor
+    problem: Problem, shares: Tensor, other: Problem, divided: bool, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the queries and keys of the other matrix."""
     norm, other_norm, sums = saved

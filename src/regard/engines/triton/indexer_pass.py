@@ -199,7 +199,7 @@ def _full(n: int) -> int:
 
 
 def backward(
-    problem: Problem, shares: Tensor, other: Problem, divided: bool, saved: list[Tensor], grad: Tensor
+    problem: Problem, shares: Tensor, other: Problem, divided: bool, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of packed queries and of keys of the index; those of infinite rows are 0."""
     norm2, factors = saved
