@@ -38,7 +38,7 @@ CASES: dict[str, tuple[int, int, str, Callable[..., Any], Callable[[Any], Tensor
     "a part by lse": (48, 48, "plain", lambda i, j: regard.window(30, 0), lambda W: W.pool(2, 2, slice(16, 48), slice(16, 32), by="lse")),
     "more tiles than positions": (9, 11, "plain", lambda i, j: regard.causal(), lambda W: W.pool(12, 15, by="max")),
     "huge scores by max": (40, 40, "huge", lambda i, j: regard.causal(), lambda W: W.pool(3, 3, by="max")),
-    "far scores by lse": (40, 40, "far", lambda i, j: None, lambda W: W.pool_blocks(40, 8, by="lse")),
+    "far scores by lse": (40, 40, "far", lambda i, j: None, lambda W: W.pool_blocks(40, 9, by="lse")),
     "rows and key blocks": (40, 50, "plain", lambda i, j: None, lambda W: W.pool_blocks(1, 7)),
     "segments": (41, 48, "sink", lambda i, j: regard.causal(), lambda W: W.segment_mass(torch.arange(48, device=W.device) * 5 // 48)),
     "segments of several runs": (48, 48, "plain", lambda i, j: regard.window(20, 5), lambda W: W.segment_mass(
@@ -64,7 +64,7 @@ def matrix(name: str, dtype: torch.dtype, device: str, double: bool, engine: str
         "sink": lambda: regard.ScaledDot().sink(draw(4)),
         "bias": lambda: regard.ScaledDot().bias(draw(4, i, j)),
         "huge": lambda: regard.ScaledDot().bias(8000 * torch.ones_like(draw(1, 1, i, 1))),
-        "far": lambda: regard.ScaledDot().bias(-500.0 * (torch.arange(j, device=device) // 8).to(q.dtype)),
+        "far": lambda: regard.ScaledDot().bias(-500.0 * (torch.arange(j, device=device) // 9).to(q.dtype)),
     }
     cells = mask(i, j)
     cells = cells.to(device) if isinstance(cells, Tensor) else cells

@@ -61,8 +61,8 @@ def runs_of(segments: Any, n: int, tokens: Tokens | None, device: torch.device) 
         return runs
     if not isinstance(segments, (list, tuple)) or not segments or len(segments) * n > MOST_FLAGS:
         return None
-    flags = segment_flags(segments, n, tokens, torch.empty(0), "keys").bool()  # on the host: many small steps
-    begins = torch.ones(n, dtype=torch.bool)
+    flags = segment_flags(segments, n, tokens, torch.empty(0, device="cpu"), "keys").bool()  # many small steps
+    begins = torch.ones(n, dtype=torch.bool, device="cpu")
     begins[1:] = (flags[:, 1:] != flags[:, :-1]).any(0)
     return _of_members(begins.nonzero().squeeze(-1), flags[:, begins].mT, n, device)
 
@@ -72,7 +72,7 @@ def _of_ids(ids: Tensor, device: torch.device) -> Runs | None:
     of_run, sizes = ids.unique_consecutive(return_counts=True)
     if count * n > MOST_FLAGS or count * len(of_run) > MOST_FLAGS:
         return None
-    return _of_members(sizes.cumsum(0) - sizes, of_run[:, None] == torch.arange(max(count, 0)), n, device)
+    return _of_members(sizes.cumsum(0) - sizes, of_run[:, None] == torch.arange(max(count, 0), device="cpu"), n, device)
 
 
 def _of_members(begins: Tensor, members: Tensor, n: int, device: torch.device) -> Runs | None:
@@ -83,5 +83,7 @@ def _of_members(begins: Tensor, members: Tensor, n: int, device: torch.device) -
     first, last = int(some[0]), int(some[-1])  # runs without a segment at either end are left out
     edges = [*begins.tolist(), n][first : last + 2]
     members = members[first : last + 1]
-    alike = members.shape[0] == members.shape[1] and bool((members == torch.eye(len(members), dtype=torch.bool)).all())
+    alike = members.shape[0] == members.shape[1] and bool(
+        (members == torch.eye(len(members), dtype=torch.bool, device="cpu")).all()
+    )
     return Runs(tuple(edges), None if alike else members.double().to(device))

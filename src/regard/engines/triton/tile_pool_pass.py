@@ -79,7 +79,7 @@ def _one_size(at: tuple[int, ...], n: int) -> int:
 
 @lru_cache(64)
 def _on_device(at: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor((*at, NO_KEY), dtype=torch.int32).to(device)
+    return torch.tensor((*at, NO_KEY), dtype=torch.int32, device=device)
 
 
 def serves_pool(problem: Problem) -> bool:
