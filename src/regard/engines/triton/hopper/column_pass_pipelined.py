@@ -47,8 +47,8 @@ def columns_of_tile(s, lse2, received, pool_sum, pool, mask, sizes, n, j, b, h, 
         s = gl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), s, FLOOR)
     column = fold(gl.exp2(s * scale2 - lse2))
     if POOL:
-        whole = gl.convert_layout(gl.sum(column, 1), j.type.layout)
-        pool_sum = add_block_to_pool(whole, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
+        column_sum = gl.convert_layout(gl.sum(column, 1), j.type.layout)
+        pool_sum = add_block_to_pool(column_sum, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
     return received + column, pool_sum
 
 
