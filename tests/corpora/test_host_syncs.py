@@ -74,12 +74,12 @@ def test_numbers_are_sent_to_the_host_once_a_pass(attention, reads):
     from regard.integrations.transformers import register
 
     register()
-    shape = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
+    shape = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 5}
     config = transformers.LlamaConfig(**shape, num_attention_heads=4, attn_implementation=attention)
     documents = [torch.randint(30, (16,)).tolist() for _ in range(5)]
     regard.corpus(transformers.LlamaForCausalLM(config), documents, batch=2)
     assert reads["_measure"] == [Counter()] * 3
-    assert reads["sent_to_host"] == [Counter()] * 3
+    assert reads["sent_to_host"] == [Counter()] * 6  # of four layers, and of the fifth
 
 
 def test_the_numbers_of_a_pass_are_added_up_while_the_next_one_runs(monkeypatch):

@@ -133,7 +133,7 @@ BUGS = [
     Bug("a compiled row begins where the row above it does on its diagonals", "engines/numba/kernels/profile.py", "size * (rows - 1 - r + a)", "size * (rows - 1 + a)", ("corpus",)),
     Bug("a compiled example is the query itself", "engines/numba/kernels/profile.py", "w[i - key] = f32(0)", "w[i - key] = w[i - key]", ("corpus",)),
     Bug("a strong row is passed over in the search for examples", "engines/numba/kernels/profile.py", "if share < best[0]:", "if share > best[0]:", ("corpus",)),
-    Bug("numbers come to the host layer by layer", "corpora/run.py", "profiles = [profile(layer.weights, on_device)", "profiles = [sent_to_host([profile(layer.weights, on_device)])()[0]", ("corpus: host",)),
+    Bug("numbers come to the host layer by layer", "corpora/run.py", "sent_to_host([profile(layer.weights, on_device) for", "sent_to_host([sent_to_host([profile(layer.weights, on_device)])()[0] for", ("corpus: host",)),
     Bug("a GPU waits for the sums of every pass", "corpora/run.py", "yield from finished(1)", "yield from finished(0)", ("corpus: host",)),
     Bug("a recording adopts no results of the pass", "recorder/calls.py", "recorded._adopt(self.row_results)", "recorded._adopt({})", ("corpus: passes",)),
     Bug("an example is the query itself", "corpora/profile.py", "(part.block.i == part.block.j) | (part.block.j == 0)", "part.block.j == 0", ("corpus",)),

@@ -31,6 +31,8 @@ __all__ = ["CorpusProgress", "corpus"]
 
 #: Tokens of a sequence where neither the model nor the caller says how many.
 LENGTH = 1024
+#: Layers whose numbers are sent to the host by one copy: those of the last pass are added up while others are measured.
+SENT_TOGETHER = 4
 
 
 class CorpusProgress(NamedTuple):
@@ -173,7 +175,8 @@ class _MeasuredPass(NamedTuple):
     sequences: list[_Sequence]
     targets: Tensor
     names: list[str]
-    profiles: Callable[[], list[Profile]]
+    heads: list[int]
+    parts: list[Callable[[], list[Profile]]]  # some layers each
 
 
 def _tallies(reader: CorpusModel, chunks: Iterable[Chunk], settings: dict[str, Any]) -> Iterator[tuple[Chunk, Tally]]:
@@ -217,7 +220,8 @@ def _add(tally: Tally, reader: CorpusModel, measured: _MeasuredPass, redact: boo
     """Add the numbers of one pass, once they have arrived."""
     excerpts = None if redact else [reader.tokens_of(sequence.ids) for sequence in measured.sequences]
     places = [(sequence.document, sequence.start, sequence.source) for sequence in measured.sequences]
-    tally.add(measured.names, measured.profiles(), measured.targets, places, excerpts)
+    parts = (part() for part in measured.parts)
+    tally.add(measured.names, measured.heads, parts, measured.targets, places, excerpts)
 
 
 def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _MeasuredPass:
@@ -240,8 +244,12 @@ def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _
         raise ValueError(f"{reader.name} has no attention that can be counted: {why}.")
     targets = targets_of(ids)
     on_device = _sent(targets, device)
-    profiles = [profile(layer.weights, on_device) for layer in layers]
-    return _MeasuredPass(sequences, targets, [layer.name for layer in layers], sent_to_host(profiles))
+    parts = [
+        sent_to_host([profile(layer.weights, on_device) for layer in layers[n : n + SENT_TOGETHER]])
+        for n in range(0, len(layers), SENT_TOGETHER)
+    ]
+    names, heads = [layer.name for layer in layers], [layer.shape[1] for layer in layers]
+    return _MeasuredPass(sequences, targets, names, heads, parts)
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

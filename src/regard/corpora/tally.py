@@ -83,7 +83,8 @@ class Tally:
     def add(
         self,
         names: Sequence[str],
-        profiles: Sequence[Profile],
+        heads: Sequence[int],
+        parts: Iterable[Sequence[Profile]],
         targets: Tensor,
         places: Sequence[tuple[int, int, str]],
         excerpts: Sequence[Callable[[list[int]], list[str]]] | None,
@@ -92,23 +93,31 @@ class Tally:
 
         Args:
             names: Of the layers.
-            profiles: Of the layers, on the host.
+            heads: Of each layer.
+            parts: The profiles of the layers on the host, some layers at a time, in order.
             targets: ``(b, 1, t, 1)``, as `profile` takes them.
             places: For each sequence its document, its first token there and the name of its source.
             excerpts: For each sequence a function from positions to tokens; None stores no text.
         """
         batch, _, length, _ = targets.shape
-        self._check_layers(names, [p.sums.shape[1] for p in profiles])
+        self._check_layers(names, heads)
         self.rows += batch * length
         self.followers += batch * (length - 1)
         self.repeats += int((targets >= 0).sum())
         self.sequences += batch
         self.keys = [a + batch * b for a, b in zip(self.keys, bin_sizes(length), strict=True)]
-        # All layers and sequences at once; digits of fewer than 2³¹ sequences add up without a carry.
+        remaining = iter(self.layers)
+        for profiles in parts:
+            self._add_profiles([next(remaining) for _ in profiles], profiles, places, excerpts, length)
+
+    def _add_profiles(
+        self, layers: list[LayerTally], profiles: Sequence[Profile], places: Any, excerpts: Any, length: int
+    ) -> None:
+        # All at once; digits of fewer than 2³¹ sequences add up without a carry.
         digits = exact.as_digits(torch.cat([p.sums for p in profiles], 1)).sum(0)
-        total = exact.add(torch.cat([layer.sums for layer in self.layers]), digits)
-        sums = total.split([len(layer.ties) for layer in self.layers])
-        for layer, numbers, of_layer in zip(self.layers, profiles, sums, strict=True):
+        total = exact.add(torch.cat([layer.sums for layer in layers]), digits)
+        sums = total.split([len(layer.ties) for layer in layers])
+        for layer, numbers, of_layer in zip(layers, profiles, sums, strict=True):
             layer.sums = of_layer
             if self.examples:
                 self._add_ties(layer, numbers, places, excerpts, length)
@@ -129,12 +138,11 @@ class Tally:
                 weight = weights[n][h]
                 if weight <= 0 or (len(ties) == self.examples and weight < ties[-1].weight):
                     continue
-                tie = Tie(weight, document, start, queries[n][h], keys[n][h], source, ())
-                if len(ties) == self.examples and tie.rank > ties[-1].rank:
-                    continue
-                if excerpts is not None:
-                    positions = _excerpt_positions(tie, length)
-                    tie = tie._replace(excerpt=tuple(zip(positions, excerpts[n](positions), strict=True)))
+                query, key = queries[n][h], keys[n][h]
+                positions = [] if excerpts is None else _excerpt_positions(query, key, length)
+                texts = [] if excerpts is None else excerpts[n](positions)
+                excerpt = tuple(zip(positions, texts, strict=True))
+                tie = Tie(weight, document, start, query, key, source, excerpt)
                 layer.ties[h] = strongest([*ties, tie], self.examples)
 
     def merge(self, other: Tally) -> Tally:
@@ -191,9 +199,9 @@ def strongest(ties: Iterable[Tie], count: int) -> list[Tie]:
     return heapq.nsmallest(count, best.values(), key=lambda tie: tie.rank)
 
 
-def _excerpt_positions(tie: Tie, length: int) -> list[int]:
+def _excerpt_positions(query: int, key: int, length: int) -> list[int]:
     """Positions near the key and near the query."""
-    near = (range(max(at - CONTEXT, 0), min(at + CONTEXT + 1, length)) for at in (tie.key, tie.query))
+    near = (range(max(at - CONTEXT, 0), min(at + CONTEXT + 1, length)) for at in (key, query))
     return sorted({*chain.from_iterable(near)})
 
 

@@ -58,8 +58,8 @@ def columns_of_tile(s, lse2, factors, received, pool_sum, pool, mask, sizes, n, 
         w = w * factors
     column = fold(w)
     if POOL:
-        whole = gl.convert_layout(gl.sum(column, 1), j.type.layout)
-        pool_sum = add_block_to_pool(whole, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
+        column_sum = gl.convert_layout(gl.sum(column, 1), j.type.layout)
+        pool_sum = add_block_to_pool(column_sum, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
     return received + column, pool_sum
 
 

@@ -156,7 +156,7 @@ def profile_pipelined_kernel(
     mbarrier.wait(ready.index(0), 0)
     s = issue_qk(k_tile, slots, 0, zero_acc, HALF, 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    # The bin below an edge 2ⁿ is n. What lies below the first edge is counted elsewhere.
+    # The bin below an edge 2ⁿ is n. `near_bins_kernel` counts distances below the first edge.
     EDGE_BIN: gl.constexpr = 7 if BLOCK_J == 128 else 6
     NO_BIN: gl.constexpr = 32
     if not CAUSAL:  # rows before the keys, the farthest first
