@@ -223,7 +223,7 @@ BUGS = [
     # core/result_cache.py and core/indexing.py.
     Bug("cache: a change of a factor is not noticed", "core/result_cache.py", "or self._versions != versions_of(factors):", "or False:", ("result cache",)),
     Bug("cache: a result changed in place is returned", "core/result_cache.py", "if result is not None and result._version == version:", "if result is not None:", ("result cache",)),
-    Bug("cache: a tensor of inference mode is put there", "core/result_cache.py", "is not None and not result.is_inference():", "is not None:", ("result cache",)),
+    Bug("cache: a tensor of inference mode is put there", "core/result_cache.py", "= result.detach(), result._version", "= result.detach(), 0 if result.is_inference() else result._version", ("result cache",)),
     Bug("remembered: every pass counts as the first", "core/autograd.py", 'if remember and "norm" not in cached:', "if remember:", ("remembered",)),
     Bug("remembered: lse takes a pass of its own", "core/autograd.py", 'results["lse"] = lse_of(cached["norm"])', "pass", ("remembered by plain tiles",)),
     Bug("remembered: the norm is not looked up for columns", "core/result_cache.py", 'for name in ("norm", *request.names, *OPTIONAL_OUTPUTS):', "for name in (*request.names, *OPTIONAL_OUTPUTS):", ("remembered",)),
