@@ -1,6 +1,7 @@
 """The largest keys of every row: which kernels of `kernels.topk` run, and on what.
 
-Problems with many tiles of plain products go by candidates, all others by search.
+Products under at most one band go by sorting networks where rows see few keys, and by candidates where they have many tiles. All
+others go by search.
 """
 
 from __future__ import annotations
