@@ -177,11 +177,7 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
     if decode_pass.splits_keys(p):
         stored = decode_pass.stores_scores(p) and (top > 0 or "received" in second)
     else:
-        stored = (
-            top > 0
-            and not topk_pass.uses_network(p, top)
-            and short_pass.serves(p, top, request.v if "y" in first else None)
-        )
+        stored = top > 0 and short_pass.serves(p, top, request.v if "y" in first else None)
     if stored:
         return results | _from_scores(problem, request, first, second, top, cached)
     with_tile_maxima = top > 0 and topk_pass.uses_candidates(problem, top)

@@ -59,7 +59,6 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("one_tile", 64): Config(64, 128, 4, 2),  # all keys at once: nothing is bounded, and nothing is searched twice
     ("topk_network", 64): Config(64, 64, 4, 2, registers=128),  # four programs at a time
     ("topk_network", 256): Config(64, 64, 4, 2, registers=168),
-    ("narrow_network", 256): Config(64, 32, 4, 3, registers=128),
     ("mark_candidates", 64): Config(64, 64, 4, 3),
     ("mark_candidates", 128): Config(64, 64, 4, 3),
     ("mark_candidates", 256): Config(64, 64, 4, 2),
@@ -110,7 +109,6 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
     ("topk", 128): Config(64, 64, 4, 1, tma=False),
     ("topk_network", 128): Config(64, 32, 4, 1, tma=False),
-    ("narrow_network", 128): Config(64, 32, 4, 1, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
@@ -150,7 +148,6 @@ VARIANTS = {
     "many_stats": "forward",
     "columns_with_u": "column_pass",
     "one_tile": "topk",
-    "narrow_network": "topk_network",
 }
 #: Variants of the forward pass, which are one in float32.
 FORWARD = ("short", "narrow", "many_stats", "shared_kv")

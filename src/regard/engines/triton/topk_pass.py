@@ -78,8 +78,7 @@ def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tens
 
 def _by_network(p: KernelInputs, n: int, norm: Tensor | None, outputs: dict[str, Tensor]) -> None:
     """Store the n largest of every row, found by sorting networks."""
-    narrow = p.j <= 256 and 0 < p.j % 64 <= 32  # keys that end early in a tile of 64
-    config, table = choose_config("narrow_network" if narrow else "topk_network", p, 0, None), p.unused
+    config, table = choose_config("topk_network", p, 0, None), p.unused
 
     def launch_args() -> LaunchArgs:
         heads, block_d = p.b * p.h, padded_size(p.d, p.q)
