@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
+from regard.core import api
 from regard.engines import numba
 from support.judge import SMOOTH, Sizes, draw, library_answers, library_answers_at_once
 
@@ -27,6 +28,32 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor], **tolerance: float) -> None
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], **(tolerance or TIGHT), msg=lambda m, name=name: f"{name}: {m}")
+
+
+# Checks, which are kept by all that they depend on.
+
+
+def test_what_was_checked_before_answers_as_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every change of one argument, in turns: none is answered with the mask, score or positions of another."""
+    monkeypatch.setattr(api, "CHECKED", {})
+    q, k = draw(1, 2, 3, 4), draw(1, 2, 5, 4)
+    changes = [
+        {}, {"score": "dot"}, {"score": regard.ScaledDot(0.1)}, {"mask": regard.causal(), "align": "end"}, {"engine": "blockwise"},
+        {"mask": regard.causal(), "align": "start"}, {"mask": regard.window(1, 0), "align": "end"}, {"score": regard.Dot().softcap(0.5)},
+        {"mask": torch.tensor([True, False, True, True, False])[None]}, {"score": regard.ScaledDot().bias(draw(3, 5))},
+    ]  # fmt: skip
+    truth = [regard.weights(q[0], k[0], **{**change, "engine": "reference"}).dense()[None] for change in changes]
+    api.CHECKED.clear()
+    for _ in range(3):
+        for change, w in zip(changes, truth, strict=True):
+            torch.testing.assert_close(regard.weights(q, k, **change).dense(), w, **TIGHT)
+    assert len(api.CHECKED) == len(changes) - 2, "those with tensors are checked every time"
+    with pytest.raises(ValueError, match="align"):
+        regard.weights(q, k, mask=regard.causal())
+    with pytest.raises(ValueError, match="convert one"):
+        regard.weights(q, k.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert regard.weights(q.float(), k.float())._factors.q.dtype == torch.bfloat16
 
 
 # Types.

@@ -185,11 +185,12 @@ def test_the_direct_launcher_encodes_a_descriptor_once_for_each_address(triton_3
     written, _ = triton_3_6
     compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launch = launched(compiled, x, y)
-    for at in ([16, 32], [16, 32], [48, 32], [16, 32]):
-        launch(at)
+    addresses = ((16, 32), (16, 32), (48, 32), (48, 64), (16, 32), (16, 64))
+    for at in addresses:
+        launch([*at])
     fixed = (7, 1, 1, "stream of 3", "function", False, True, None, None, "packed", None, None, None)
-    assert compiled.started == [(*fixed, a, b, (a, 1), ("map", b, "meta"), 2, 5) for a, b in ((16, 32), (16, 32), (48, 32), (16, 32))]  # fmt: skip
-    assert len(written) == 2
+    assert compiled.started == [(*fixed, a, b, (a, 1), ("map", b, "meta"), 2, 5) for a, b in addresses]  # fmt: skip
+    assert [int(descriptor.base) for descriptor in written] == [32, 64]
     assert not compiled.long
 
 

@@ -6,14 +6,16 @@ Every error says what must hold, what it got and what to do. Behind these two fu
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import engines
+from ..engines.replay import is_constant
 from .block import MatrixBlock
 from .broadcast import MatrixShape
 from .masks.kinds import Mask, as_mask
@@ -74,8 +76,46 @@ def weights(
     if mesh is not None or _is_dtensor(q):
         return _over_ranks(q, k, score, mask, align, engine, mesh)
     k = q if k is None else k
+    key = _checks_key(q, k, score, mask, align, engine)
+    if key is not None and (checked := CHECKED.get(key)) is not None:
+        factors = Factors(q, k, checked.score, checked.mask, checked.offset)
+        return Weights(factors, engine, flat=(checked.spec, [q, k]))
     q, k = check_tensors(q=q, k=k)
-    return Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=q.ndim == 2 and k.ndim == 2)
+    factors = normalize_inputs(q, k, score, mask, align)
+    W = Weights(factors, _engine(engine), one_head=q.ndim == 2 and k.ndim == 2)
+    if key is not None and factors.q is q and factors.k is k and len(W._leaves) == 2 and is_constant(W._spec):
+        if len(CHECKED) >= MAX_CHECKED:
+            CHECKED.clear()
+        CHECKED[key] = Checked(factors.score, factors.mask, factors.offset, W._spec)
+    return W
+
+
+class Checked(NamedTuple):
+    """Score, mask and offset after the checks: nodes without tensors."""
+
+    score: Score
+    mask: Mask | None
+    offset: int | None
+    spec: Any
+
+
+#: By shapes, types and constants of the arguments: the checks take as long as a short question on a GPU.
+CHECKED: dict[Hashable, Checked] = {}
+MAX_CHECKED = 1024
+
+
+def _checks_key(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any) -> Hashable | None:
+    """All that the checks of two plain tensors depend on; None where they depend on more."""
+    if not (in_plain_eager() and is_plain(q) and is_plain(k)) or torch.is_autocast_enabled(q.device.type):
+        return None
+    if not isinstance(score, str | Score) or not isinstance(mask, Mask | None):
+        return None
+    key = q.shape, k.shape, q.dtype, k.dtype, q.device, k.device, score, mask, align, engine
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def attend(

@@ -42,6 +42,8 @@ _RAW_OUTPUTS = {
 }
 
 
+_NOTHING = Request(())
+
 #: A key of a question, made of the arguments of `see`, and the tensors it is about.
 SeeKey = tuple[Hashable, list[Tensor]]
 
@@ -73,7 +75,9 @@ class LazyMatrix(NotElementwise, Shareable):
         *,
         one_head: bool = False,
         tokens: tuple[Tokens | None, Tokens | None] = (None, None),
+        flat: tuple[Any, list[Tensor]] | None = None,
     ) -> None:
+        """`flat`: the factors flattened, where they are already."""
         if not isinstance(factors, Factors):
             raise TypeError(
                 f"Weights are made by regard.weights(q, k), or by Weights.from_dense(w) where they exist already; "
@@ -83,7 +87,7 @@ class LazyMatrix(NotElementwise, Shareable):
         self._engine = engine
         self._one_head = one_head  # the head axis has size 1 and is not shown
         self._tokens = tokens
-        self._spec, self._leaves = flatten(factors)
+        self._spec, self._leaves = flat or flatten(factors)
         self._cache = ResultCache()
 
     @property
@@ -172,14 +176,16 @@ class LazyMatrix(NotElementwise, Shareable):
 
     def _question_key(self, names: tuple[str, ...], topk: Any, pool: Any, values: Any) -> SeeKey | None:
         """The key and the tensors of a question, if nothing else decides its answer; else None."""
-        plain = pool is None and (topk is None or type(topk) is int) and (values is None or type(values) is Tensor)
-        if not (plain and self._replays_questions) or self._shared or self._one_head or len(self._factors.batch) != 1:
+        if not in_plain_eager() or in_forward_ad() or self._cache:
             return None
-        if self._cache or not in_plain_eager() or in_forward_ad():
+        plain = pool is None and (topk is None or type(topk) is int)
+        if not (plain and self._replays_questions) or self._shared or self._one_head or self._factors.q.ndim != 4:
             return None
-        if values is not None and not (values.ndim == 4 and is_plain(values)):
-            return None
-        tensors = self._leaves if values is None else [*self._leaves, values]
+        tensors = self._leaves
+        if values is not None:
+            if not is_plain(values) or values.ndim != 4:
+                return None
+            tensors = [*tensors, values]
         if _requires_grad(*tensors):
             return None
         key = "see", names, topk, self._spec, self._engine, self._remembers, numba.enabled, torch.get_num_threads()
@@ -191,7 +197,7 @@ class LazyMatrix(NotElementwise, Shareable):
         if results is None:
             return None
         if self._remembers:
-            self._cache.put(self._leaves, Request((), topk=topk or 0), results)
+            self._cache.put_eagerly(self._leaves, _NOTHING if topk is None else Request((), topk=topk), results)
         more = ("topk",) if topk is not None else ()
         return self._fields((*names, *more, *(("values",) if len(question[1]) > len(self._leaves) else ())), results)
 

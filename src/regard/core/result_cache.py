@@ -55,15 +55,24 @@ class ResultCache:
 
     def put(self, factors: list[Tensor], request: Request, results: Results) -> None:
         """Cache detached results: with gradients each call is a new autograd node over the same numbers."""
-        if is_tracing() or (versions := versions_of(factors)) is None:
+        if is_tracing():
+            return
+        self.put_eagerly(factors, request, results)
+
+    def put_eagerly(self, factors: list[Tensor], request: Request, results: Results) -> None:
+        """The same where nothing traces."""
+        if (versions := versions_of(factors)) is None:
             return
         if versions != self._versions:
             self._results, self._versions = {}, versions
         for name, result in results.items():
             key = name if name in BY_NAME_ALONE else _key(name, request)
-            # An inference tensor could not be saved for a later backward.
-            if key is not None and not result.is_inference():
+            if key is None:
+                continue
+            try:
                 self._results[key] = result.detach(), result._version
+            except RuntimeError:  # an inference tensor has no version, and could not be saved for a later backward
+                continue
 
 
 def _key(name: str, request: Request) -> Any:
@@ -82,12 +91,10 @@ def versions_of(tensors: list[Tensor]) -> tuple[int, ...] | None:
     graph, whose replays change numbers at the same addresses."""
     if host_sync_forbidden(tensors[0].device):
         return None
-    versions = []
-    for t in tensors:
-        if t.is_inference():
-            return None
-        versions.append(t._version)
-    return tuple(versions)
+    try:
+        return tuple([t._version for t in tensors])
+    except RuntimeError:  # an inference tensor
+        return None
 
 
 def check_fits(need: int, device: torch.device) -> None:

@@ -43,6 +43,8 @@ _PROXY, _FAKE = getattr(_keys, "PROXY", None), getattr(_keys, "FAKE", None)
 if _get_mode is None or _PROXY is None or _FAKE is None:
     _get_mode = None
     log.warning("this PyTorch has no torch._C._get_dispatch_mode: make_fx cannot trace regard's results")
+#: How many dispatch modes are active, those that trace among them.
+_count_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _interpreter: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 if _interpreter is None:
     log.warning("this PyTorch has no peek_interpreter_stack: torch.func transforms of regard's results are not refused")
@@ -114,7 +116,11 @@ def in_jit_trace() -> bool:
 
 def in_plain_eager() -> bool:
     """True where nothing traces or transforms the code: a tensor is what it seems, and has an address."""
-    return not (is_tracing() or in_jit_trace() or in_functorch())
+    if torch.compiler.is_compiling():  # before what the compiler cannot follow
+        return False
+    if (_interpreter is not None and _interpreter() is not None) or in_jit_trace():
+        return False
+    return (_count_modes is not None and _count_modes() == 0) or not is_tracing()
 
 
 def in_forward_ad() -> bool:

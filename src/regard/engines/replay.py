@@ -51,10 +51,13 @@ _no_context = nullcontext()
 
 
 def replay_alias(key: Hashable, tensors: list[Tensor]) -> Any:
-    """The replay of a call that `replay_or_record` was given this `alias` for; None where none was recorded."""
-    if not enabled or torch.is_autocast_enabled(tensors[0].device.type):
+    """The replay of a call that `replay_or_record` was given this `alias` for; None where none was recorded.
+
+    Only where nothing traces or transforms the code (`torch_state.in_plain_eager`).
+    """
+    if not enabled or replay_state.recorder is not None or torch.is_autocast_enabled(tensors[0].device.type):
         return None
-    if not PLAIN.issuperset(map(type, tensors)) or current_recorder() or in_functorch():
+    if not PLAIN.issuperset(map(type, tensors)):
         return None
     at = [x.data_ptr() for x in tensors]
     try:
@@ -68,7 +71,7 @@ def _signature(key: Hashable, tensors: list[Tensor], at: list[int]) -> tuple[Any
     """All that the host work of a call depends on; `at` are the addresses of its tensors."""
     # Kernels are specialised by alignment; and two inputs at one address may share a load.
     shared = None if len({*at}) == len(at) else tuple(map(at.index, at))
-    each = [(x.shape, x.stride(), x.dtype, x.get_device(), a % 16) for x, a in zip(tensors, at, strict=True)]
+    each = [(x.shape, x.stride(), x.dtype, x.device, a % 16) for x, a in zip(tensors, at, strict=True)]
     return key, shared, *each
 
 
@@ -281,10 +284,6 @@ class AllocStep:
     def __init__(self, make: Callable[[], Tensor], number: int) -> None:
         self.make, self.number = make, number
 
-    def __call__(self, tensors: list[Any], at: list[int]) -> None:
-        tensors[self.number] = x = self.make()
-        at[self.number] = x.data_ptr()
-
 
 def _allocator(func: Any, kwargs: dict[str, Any], out: Any, device: torch.device) -> Callable[[], Tensor] | None:
     """A function that allocates a tensor like `out` on this device, if that is all that `func` did."""
@@ -383,7 +382,11 @@ class Tape:
         at = at + [0] * rest
         with on_device_of(tensors[0]):
             for step, dropped in self.steps:
-                step(slots, at)
+                if isinstance(step, AllocStep):  # most are, and a call would take as long as they do
+                    slots[step.number] = x = step.make()
+                    at[step.number] = x.data_ptr()
+                else:
+                    step(slots, at)
                 for number in dropped:
                     slots[number] = None
         results = [None if n is None else slots[n] for n in self.outputs]

@@ -301,7 +301,10 @@ def causal() -> Mask:
     ■ ■ ·
     ■ ■ ■
     """
-    return Causal()
+    return _CAUSAL
+
+
+_CAUSAL = Causal()  # one for all, so that it is known again
 
 
 @makes_mask("window(before, after)")

@@ -30,6 +30,8 @@ DIRECT_LAUNCH_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 #: Packed arguments of cached launches by address: a training loop meets the same addresses in every step.
 PACKED_ARGS: dict[tuple[Any, ...], list[Any]] = {}
 MAX_PACKED_ARGS = 8192
+#: Encoded TMA descriptors by launcher, argument and address: with a result at a new address those of the inputs stay.
+ENCODED: dict[tuple[DirectLauncher, int, int], list[Any]] = {}
 
 Prepare = Callable[[], tuple[int, dict[str, Any]]]
 
@@ -58,11 +60,16 @@ def launch(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prep
             compiled = kernel[(programs,)](**arguments)
             if len(LAUNCHES) >= MAX_LAUNCHES:
                 LAUNCHES.clear()
-                PACKED_ARGS.clear()
+                _clear_packed_args()
             cached = LAUNCHES[signature] = Launch(
                 compiled, programs, [arguments[name] for name in kernel.arg_names], tensors
             )
         record_launch(cached, tensors)
+
+
+def _clear_packed_args() -> None:
+    PACKED_ARGS.clear()
+    ENCODED.clear()
 
 
 class Launch:
@@ -83,7 +90,7 @@ class Launch:
         addresses = (self, *at)
         if (packed_args := PACKED_ARGS.get(addresses)) is None:
             if len(PACKED_ARGS) >= MAX_PACKED_ARGS:
-                PACKED_ARGS.clear()
+                _clear_packed_args()
             packed_args = PACKED_ARGS[addresses] = self.direct.packed_args(self.arguments(at))
         self.direct.run(packed_args)
 
@@ -157,11 +164,20 @@ class DirectLauncher:
         return bool(self.hooks.launch_enter_hook.calls or self.hooks.launch_exit_hook.calls)
 
     def packed_args(self, arguments: list[Any]) -> list[Any]:
-        parts = [
-            self.pack_descriptor(x, self.descriptors[n]) if n in self.descriptors else [x]
-            for n, x in enumerate(arguments)
-        ]
-        return [x for part in parts for x in part]
+        packed_args: list[Any] = []
+        for n, x in enumerate(arguments):
+            if n in self.descriptors:
+                packed_args += self._encoded(n, x)
+            else:
+                packed_args.append(x)
+        return packed_args
+
+    def _encoded(self, n: int, descriptor: Any) -> list[Any]:
+        """The TMA descriptor that is argument n, as the C launcher takes it."""
+        key = self, n, descriptor.base
+        if (encoded := ENCODED.get(key)) is None:
+            encoded = ENCODED[key] = self.pack_descriptor(descriptor, self.descriptors[n])
+        return encoded
 
     def run(self, packed_args: list[Any]) -> None:
         self.launch(self.programs, 1, 1, self.stream_of(self.device), self.handle, *self.rest, *packed_args)

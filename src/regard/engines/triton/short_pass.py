@@ -12,11 +12,14 @@ from .kernels.short_rows import short_rows_kernel
 from .kernels.tile_ops import tensor_arg
 from .launcher import launch
 from .tile_config import forced
+from .topk_pass import uses_network
 
 __all__ = ["from_scores", "serves"]
 
 #: Keys of a row at most. Chunks of 32 are unrolled: with 16 of them compiling takes half a minute.
 MOST_KEYS = 128
+#: The same where a sorting network serves as well.
+MOST_KEYS_BESIDE_NETWORK = 96
 #: Bytes of stored scores at most.
 MAX_SCORE_BYTES = 2**28
 #: Rows that a program, which is one warp, has at a time: with more warps, sums of columns would synchronise them.
@@ -31,7 +34,8 @@ def serves(p: KernelInputs, n: int, v: Tensor | None) -> bool:
     For wider queries and values the forward pass is a kernel that stores none.
     """
     size = max(p.d, 0 if v is None else v.shape[-1])
-    few = p.i >= 64 and 32 <= p.j <= MOST_KEYS and n <= 16 and "topk" not in forced
+    most = MOST_KEYS_BESIDE_NETWORK if uses_network(p, n) else MOST_KEYS
+    few = p.i >= 64 and 32 <= p.j <= most and n <= 16 and "topk" not in forced
     return few and p.product and size <= 64 and 4 * p.b * p.h * p.i * p.j <= MAX_SCORE_BYTES
 
 

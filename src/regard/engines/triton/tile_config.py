@@ -57,6 +57,8 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("topk", 128): Config(64, 64, 4, 3),
     ("topk", 256): Config(64, 64, 4, 2),
     ("one_tile", 64): Config(64, 128, 4, 2),  # all keys at once: nothing is bounded, and nothing is searched twice
+    ("topk_network", 64): Config(64, 64, 4, 2, registers=128),  # four programs at a time
+    ("topk_network", 256): Config(64, 64, 4, 2, registers=168),
     ("mark_candidates", 64): Config(64, 64, 4, 3),
     ("mark_candidates", 128): Config(64, 64, 4, 3),
     ("mark_candidates", 256): Config(64, 64, 4, 2),
@@ -144,6 +146,7 @@ FLOAT32: dict[tuple[str, int], Config] = {
     ("head_rows", 128): Config(64, 32, 8, 1, tma=False),
     ("indexer_queries", 128): Config(64, 64, 4, 2, tma=False),
     ("indexer_keys", 128): Config(64, 64, 4, 2, tma=False),
+    ("topk_network", 128): Config(64, 32, 4, 1, tma=False),
 }
 #: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {

@@ -1,6 +1,7 @@
 """The largest keys of every row: which kernels of `kernels.topk` run, and on what.
 
-Problems with many tiles of plain products go by candidates, all others by search.
+Products under at most one band go by sorting networks where rows see few keys, and by candidates where they have many tiles. All
+others go by search.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from .kernels.topk import (
     topk_bound_kernel,
     topk_search_kernel,
 )
+from .kernels.topk_network import topk_network_kernel
 from .launcher import launch
-from .tile_config import Config, choose_config
+from .tile_config import Config, choose_config, forced
 
-__all__ = ["topk", "uses_candidates"]
+__all__ = ["topk", "uses_candidates", "uses_network"]
 
 #: Bytes for the marks of candidates, one bit a cell: larger problems take several launches.
 MAX_MARK_BYTES = 2**30
+#: At most this many of a row are found by sorting networks, which sort `SORTED` at a time.
+MAX_IN_NETWORK = SORTED = 8
+#: Keys that a row sees on average, up to which a network takes less time than candidates do; and than a search.
+NETWORK_KEYS, NETWORK_KEYS_OF_SEARCH = 768, 4096
 #: At most this many of a row stay sorted in the registers of a thread.
 MAX_SORTED = 16
 #: Rows of a program of `compact_kernel`; rows, slots, components and warps of a program of `rescore_sort_kernel`. One warp
@@ -45,6 +51,9 @@ def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tens
     outputs["topk_indices"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
     if norm is not None:
         norm, outputs["topk_weights"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
+    if tile_maxima is None and uses_network(p, n):
+        _by_network(p, n, norm, outputs)
+        return outputs
     flags, rows_per_flag = (None, 0) if tile_maxima is None else _by_candidates(p, n, tile_maxima, norm, outputs)
     one_tile = p.product and not p.fp32 and p.d <= 64 < p.j <= 128
     config = choose_config("one_tile" if one_tile else "topk", p, 0, None)
@@ -65,6 +74,24 @@ def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tens
     tensors = [*p.tensors, table.ptr, norm, *outputs.values(), flags]
     launch(topk_search_kernel, p.key and (p.key, rows_per_flag, config), tensors, launch_args)
     return outputs
+
+
+def _by_network(p: KernelInputs, n: int, norm: Tensor | None, outputs: dict[str, Tensor]) -> None:
+    """Store the n largest of every row, found by sorting networks."""
+    config, table = choose_config("topk_network", p, 0, None), p.unused
+
+    def launch_args() -> LaunchArgs:
+        heads, block_d = p.b * p.h, padded_size(p.d, p.q)
+        tma, descriptors, layouts = tma_descriptors(p, config, (p.k, (config.block_j, block_d)))
+        even = p.j % config.block_j == 0
+        return triton.cdiv(p.i, config.block_i) * heads, {
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "k_desc": descriptors[0], "k_layout": layouts[0], "row_table": table, "heads": heads,
+            "heads_per_group": p.heads_per_group(0), **_topk_args(p, norm, outputs), "SCALE_FOLDED": p.scale_folded, "TMA": tma, "N": n,
+            "SORTED": SORTED, "EVEN_BLOCKS": even, "EDGES": p.mask_format.kind != "none" or not even, "BLOCK_D": block_d,
+            **p.common_args, **config.launch,
+        }  # fmt: skip
+
+    launch(topk_network_kernel, p.key and (p.key, n, config), [*p.tensors, norm, *outputs.values()], launch_args)
 
 
 def _topk_args(p: KernelInputs, norm: Tensor | None, outputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -180,10 +207,24 @@ def _groups(n: int, config: Config) -> int:
     return min(max(4, 2 * triton.next_power_of_2(n)), config.block_j // 2)
 
 
+def uses_network(p: KernelInputs, n: int) -> bool:
+    """Whether the n largest are found by sorting networks: of products under at most one band, and few keys."""
+    if not p.product or n > MAX_IN_NETWORK or p.mask_format.kind not in ("none", "causal", "band") or "topk" in forced:
+        return False
+    seen = _visible_keys(p)
+    if p.mask_format.kind == "causal":
+        seen = min(seen, p.problem.offset + p.i // 2)
+    return seen <= (NETWORK_KEYS if _fits_candidates(p, n) else NETWORK_KEYS_OF_SEARCH)
+
+
 def uses_candidates(problem: Problem, n: int) -> bool:
-    """Whether the n largest go by candidates: for products under at most one band, and enough tiles that walking them twice
-    takes longer than the work a row."""
+    """Whether the n largest go by candidates."""
     p = KernelInputs(problem)
+    return _fits_candidates(p, n) and not uses_network(p, n)
+
+
+def _fits_candidates(p: KernelInputs, n: int) -> bool:
+    """Products under at most one band, and enough tiles that walking them twice takes longer than the work a row."""
     if not p.product or p.fp32 or n > 16 or p.mask_format.kind not in ("none", "causal", "band"):
         return False
     if p.i > 2**25:  # its kernels use 32-bit offsets within a head
@@ -191,5 +232,10 @@ def uses_candidates(problem: Problem, n: int) -> bool:
     widest = max(
         choose_config(kernel, p, p.d, None, lambda _: True).block_j for kernel in ("forward", "mark_candidates")
     )
-    visible_keys = p.mask_format.arg.before + p.mask_format.arg.after if p.mask_format.kind == "band" else p.j
-    return min(visible_keys, p.j) >= min(2 * n, 8) * widest
+    return _visible_keys(p) >= min(2 * n, 8) * widest
+
+
+def _visible_keys(p: KernelInputs) -> int:
+    """Keys that a row sees at most."""
+    arg = p.mask_format.arg
+    return min(p.j, arg.before + arg.after + 1) if p.mask_format.kind == "band" else p.j
