@@ -199,6 +199,7 @@ def heads_together(part: int, of: int) -> int:
 def tiles(part: int, of: int) -> int:
     """Tiles of the matrix; half of the maps take several passes over some of their rows."""
     tile_pool_pass.empty = poisoned
+    tile_pool_pass.MERGED_ROWS = 16  # tiles have more rows, which are merged in several steps
     most, wrong = tile_pool_pass.MAX_STATE_BYTES, 0
     for n, name in list(enumerate(tile_pool_cases.CASES))[part::of]:
         tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
