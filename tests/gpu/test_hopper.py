@@ -138,6 +138,24 @@ def test_gradients_tell_the_truth(monkeypatch, one_pass: bool, sizes, d: int, ma
 
 
 @masks
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rows_without_values_tell_the_truth(sizes, with_sink: bool, mask: str) -> None:
+    b, h, g, i, j, align = sizes
+    q, k = draw(b, h, i, 64), draw(b, g, j, 64)
+    sink = draw(h).float() if with_sink else None
+    score = regard.ScaledDot() if sink is None else regard.ScaledDot().sink(sink)
+    launcher.LAUNCHES.clear()
+    seen = regard.weights(q, k, score=score, mask=MASKS[mask], align=align, engine="triton").see("lse", "entropy")
+    assert "row_pass_pipelined_kernel" in used() or j <= 256
+    right = truth(q, k, k, mask, align, sink)
+    for name in ("lse", "entropy"):
+        mine, theirs = getattr(seen, name).double(), right[name]
+        assert torch.equal(mine.isfinite(), theirs.isfinite())
+        assert (mine - theirs)[theirs.isfinite()].abs().max() < 1e-4
+
+
+@masks
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_columns_tell_the_truth(sizes, d: int, mask: str) -> None:
