@@ -124,29 +124,36 @@ def judged_where_a_row_is_nan(measure: str, broken: str, device: str = "cpu", en
 class PairOnGpu:
     """Two matrices on a GPU, and their judge: heads, key heads and sizes of each, and their masks."""
 
-    def __init__(self, masks: str, heads: tuple[int, int], key_heads: tuple[int, int], sizes: tuple[int, int], n: int, batch: int = 2, scale: float = 1.0) -> None:  # fmt: skip
-        self.masks, self.heads, self.key_heads, self.sizes, self.n = MASKS[masks], heads, key_heads, sizes, n
-        self.batch, self.scale = batch, scale
+    def __init__(
+        self, masks: str, heads: tuple[int, int], key_heads: tuple[int, int], sizes: tuple[int, int], n: int,
+        keys: int | None = None, batch: int = 2, scale: float = 1.0, student_alone: bool = False,
+    ) -> None:  # fmt: skip
+        self.masks, self.heads, self.key_heads, self.sizes = MASKS[masks], heads, key_heads, sizes
+        self.lengths, self.batch, self.scale = (n, n if keys is None else keys), batch, scale
+        self.first_wanted = 2 if student_alone else 0  # of the leaves q, k, q', k'
 
     def draw(self, dtype: torch.dtype) -> list[Tensor]:
         return [
-            (torch.randn(self.batch, h, self.n, d, device="cuda") * factor).to(dtype)
+            (torch.randn(self.batch, h, n, d, device="cuda") * factor).to(dtype)
             for d, *both in zip(self.sizes, self.heads, self.key_heads, strict=True)
-            for h, factor in zip(both, (self.scale, 1.0), strict=True)
+            for h, n, factor in zip(both, self.lengths, (self.scale, 1.0), strict=True)
         ]
 
     def matrices(self, leaves: list[Tensor], engine: str = "auto") -> list[regard.Weights]:
         return [
-            regard.weights(*leaves[2 * n : 2 * n + 2], mask=mask, engine=engine) for n, mask in enumerate(self.masks)
+            regard.weights(*leaves[2 * n : 2 * n + 2], mask=mask, align="end", engine=engine)
+            for n, mask in enumerate(self.masks)
         ]
 
     def compared(self, leaves: list[Tensor], measure: str, seed: Tensor, engine: str = "auto") -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """The measure, and its gradients for a seed that is 0 in infinite rows."""
-        leaves = [x.detach().requires_grad_() for x in leaves]
+        leaves = [x.detach().requires_grad_(n >= self.first_wanted) for n, x in enumerate(leaves)]
         first, second = self.matrices(leaves, engine)
         rows = getattr(first, measure)(second)
         finite = seed != 0
-        return rows.detach(), torch.autograd.grad(rows[finite], leaves, seed.to(rows.dtype)[finite])
+        return rows.detach(), torch.autograd.grad(
+            rows[finite], leaves[self.first_wanted :], seed.to(rows.dtype)[finite]
+        )
 
     def judge(self, measure: str, dtype: torch.dtype, times: int = 3) -> list[tuple[float, float]]:
         """Judge a measure by float64. Returns for each gradient its error and the bound: in float32 twice that of the textbook's
@@ -164,11 +171,11 @@ class PairOnGpu:
         ):  # a sign that rounding decides, of one cell, is 1e-3 of a gradient
             seed = seed * ((p - q).abs() > 2.0**-18 * torch.maximum(p, q)).logical_or((p == 0) & (q == 0)).all(-1)
         want, exact_grads = self.compared(exact, measure, seed, "reference")
-        bounds = [2 * ROUNDOFF[dtype]] * 4 if dtype in ROUNDOFF else [
+        bounds = [2 * ROUNDOFF[dtype]] * len(exact_grads) if dtype in ROUNDOFF else [
             2 * float((g.double() - e).norm() / e.norm())
             for g, e in zip(self.compared(leaves, measure, seed, "reference")[1], exact_grads, strict=True)
         ]  # fmt: skip
-        errors = [0.0] * 4
+        errors = [0.0] * len(bounds)
         for _ in range(times):  # computed, recorded, replayed
             got, grads = self.compared(leaves, measure, seed)
             assert torch.equal(got.isfinite(), finite)

@@ -275,6 +275,7 @@ BUGS = [
     Bug("compiled comparison: js of the sum, not the mean", "engines/numba/kernels/comparison.py", "middle = f32(2) / max(p[j] + q[j], tiny)", "middle = f32(1) / max(p[j] + q[j], tiny)", ("fused rows",)),
     Bug("compiled comparison: equal weights overlap twice", "engines/numba/kernels/comparison.py", "b[j] = q[j] * (f32(1) - share)", "b[j] = q[j] * (f32(1) if p[j] == q[j] else f32(1) - share)", ("fused rows",)),
     Bug("compiled comparison: total variation has one sign", "engines/numba/kernels/comparison.py", "b[j] = -q[j] * sign", "b[j] = q[j] * sign", ("fused rows",)),
+    Bug("compiled comparison: the nan of a row reaches hidden keys", "engines/numba/kernels/comparison.py", "            grads[j] = f32(0)\n", "            pass\n", ("fused rows",)),
     Bug("compiled comparison: infinite rows have a gradient", "core/rows/fused.py", "grad = grad.masked_fill(value == torch.inf, 0)", "pass", ("fused rows",)),
     Bug("compiled heads: a head's share is left out", "engines/numba/kernels/head_rows.py", "normalize_and_accumulate_(s, z - a, m, share * factor,", "normalize_and_accumulate_(s, z - a, m, share,", ("fused rows",)),
     Bug("compiled heads: the other's maximum moves alone", "engines/numba/kernels/head_rows.py", "state[2] += t - shift * state[3]", "state[2] += t", ("fused rows",)),

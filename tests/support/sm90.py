@@ -28,6 +28,7 @@ from triton.runtime import driver
 import regard
 from regard.engines.triton import (
     backward_pass,
+    comparison_pass,
     decode_pass,
     forward_pass,
     kernel_inputs,
@@ -87,6 +88,20 @@ def gradients(d: int, length: int = 512) -> None:
     (seen.y.float().sum() + seen.entropy.sum()).backward()
 
 
+def compared(measure: str, gradients_of: str | None = None) -> None:
+    """Two matrices: rows, or gradients of their queries or keys."""
+    problems = tuple(
+        regard.weights(draw(1, 2, 512, 128), draw(1, 2, 512, 128), mask=regard.causal())._factors.problem()
+        for _ in range(2)
+    )
+    if gradients_of is None:
+        comparison_pass.forward_pass(problems, measure)
+        return
+    walk = comparison_pass._over_rows if gradients_of == "queries" else comparison_pass._over_keys
+    outputs = tuple(draw(1, 2, 512, 128) for _ in range(2))
+    walk(comparison_pass.PairInputs(problems, measure), torch.zeros(comparison_pass.ROW_TERMS, 1, 2, 512), outputs)
+
+
 #: The Hopper kernels, on the most common sizes.
 REQUESTS: dict[str, Callable[[], None]] = {
     "rows, d 128": lambda: rows(128, False),
@@ -104,6 +119,10 @@ REQUESTS: dict[str, Callable[[], None]] = {
     "gradients, d 128, causal": lambda: gradients(128, 8192),
     "gradients of few keys or odd lengths, d 64, causal": lambda: gradients(64, 448),
     "gradients of few keys or odd lengths, d 128, causal": lambda: gradients(128, 256),
+    "kl, causal": lambda: compared("kl"),
+    "js, causal": lambda: compared("js"),
+    "kl, gradients of queries, causal": lambda: compared("kl", "queries"),
+    "kl, gradients of keys, causal": lambda: compared("kl", "keys"),
 }
 
 
@@ -122,7 +141,8 @@ def compiled(requests: dict[str, Callable[[], None]]) -> dict[str, Usage]:
         usages[f"{request}: {kernel.__name__}"] = {**usage(binary.asm["cubin"]), "shared": binary.metadata.shared}
 
     driver.set_active(Driver())
-    for module in (kernel_inputs, forward_pass, decode_pass, topk_pass, backward_pass, profile_pass):
+    modules = (kernel_inputs, forward_pass, decode_pass, topk_pass, backward_pass, profile_pass, comparison_pass)
+    for module in modules:
         module.launch = compile_only  # type: ignore[attr-defined]
         if hasattr(module, "num_sms"):
             module.num_sms = lambda device: 132  # of an H200

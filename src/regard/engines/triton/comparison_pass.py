@@ -46,6 +46,9 @@ class PairInputs:
     def __init__(self, problems: tuple[Problem, Problem], measure: str) -> None:
         self.first, self.second = (KernelInputs(problem) for problem in problems)
         self.measure = measure
+        self.merged = (
+            measure if measure in MERGING else "norms"
+        )  # one kernel for all measures that need finished weights
         self.heads = max(self.first.h, self.second.h)
         self.rows = (self.first.b, self.heads, self.first.i)
         key, key2 = self.first.key, self.second.key
@@ -62,13 +65,14 @@ class PairInputs:
         return any(p.edges(config) for p in (self.first, self.second))
 
     def fits_hopper(self, config: Config) -> bool:
-        """Whether the Hopper kernel can run: bands and no modifiers, every tensor in 16 bits and within reach of TMA."""
+        """Whether the Hopper kernels can run: bands and no modifiers, positions alike, all in 16 bits and within reach of TMA."""
         first, second = self.first, self.second
         tensors = (first.q, first.k, second.q, second.k)
         return (
             all(p.scale_folded and p.mask_format.kind in ("none", "causal", "band") for p in (first, second))
             and all(p.q.dtype == p.k.dtype for p in (first, second))
             and all(x.shape[0] == first.b for x in tensors)
+            and first.problem.offset == second.problem.offset
             and first.i > 64
             and tma_fits_heads(*tensors)
         )
@@ -87,7 +91,7 @@ class PairInputs:
             args: dict[str, Any] = {
                 "tile_counter": tile_counter, "norm": norms[0], "norm2": norms[1], "out": outputs[0], "out2": outputs[1],
                 "heads": self.heads, "batch_heads": b * self.heads, "heads_per_group": self.heads_per_group, "blocks": blocks,
-                "RAGGED": first.j % config.block_j != 0, "MEASURE": self.measure, "SUMS": sums, "STAGES": config.stages, **config.launch,
+                "RAGGED": first.j % config.block_j != 0, "MEASURE": self.measure if sums else self.merged, "SUMS": sums, "STAGES": config.stages, **config.launch,
             }  # fmt: skip
             for p, mark in ((first, ""), (second, "2")):
                 own, d = p.common_args, padded_size(p.d, p.q)
@@ -124,10 +128,9 @@ class PairInputs:
             for p, mark, out in ((first, "", outputs[0]), (second, "2", outputs[1])):
                 common, d = p.common_args, padded_size(p.d, p.q)
                 owned, walked = (p.k, p.q) if keys_first else (p.q, p.k)
-                assert out is not None
                 args |= {
                     f"own{mark}_desc": head_descriptor(owned, own // 2, d), f"walk{mark}_desc": head_descriptor(walked, walk, d),
-                    f"mask{mark}": common["mask"], f"sizes{mark}": common["sizes"], f"MASK{mark}": common["MASK"], f"out{mark}": tensor_arg(out),
+                    f"mask{mark}": common["mask"], f"sizes{mark}": common["sizes"], f"MASK{mark}": common["MASK"], f"out{mark}": p.unused if out is None else tensor_arg(out), f"GRAD{mark}": out is not None,
                     f"D{mark}": p.d, "scale_of2" if mark else "scale": common["scale"], "scale2_of2" if mark else "scale2": common["scale2"],
                 }  # fmt: skip
             return min(blocks, num_sms(first.q.device)), args
@@ -188,7 +191,7 @@ def _norms(pair: PairInputs) -> tuple[Tensor, list[Tensor]]:
 
     def launch_args() -> LaunchArgs:
         b, h, i = pair.rows
-        own = {"out": value, "out_norm": norms[0], "out_norm2": norms[1]}
+        own = {"out": value, "out_norm": norms[0], "out_norm2": norms[1], "MEASURE": pair.merged}
         return triton.cdiv(i, config.block_i) * b * h, pair.args(config, "k", tables) | own
 
     tensors = [*pair.tensors, *(ranges.ptr for ranges in tables), value, *norms]
@@ -229,8 +232,7 @@ def _row_terms(pair: PairInputs, norms: list[Tensor], deltas: list[Tensor], grad
 
 def _over_rows(pair: PairInputs, row_terms: Tensor, outputs: tuple[Tensor | None, ...]) -> None:
     """Walk rows: the gradients of the queries."""
-    fits = pair.fits_hopper if None not in outputs else None
-    config = choose_pair_config("compare_queries", pair.first, pair.second, fits)
+    config = choose_pair_config("compare_queries", pair.first, pair.second, pair.fits_hopper)
     if config.gluon:
         pair.launch_hopper_grads(config, row_terms, outputs, keys_first=False)
         return
@@ -247,8 +249,7 @@ def _over_rows(pair: PairInputs, row_terms: Tensor, outputs: tuple[Tensor | None
 
 def _over_keys(pair: PairInputs, row_terms: Tensor, outputs: tuple[Tensor | None, ...]) -> None:
     """Walk keys: their gradients."""
-    fits = pair.fits_hopper if None not in outputs else None
-    config = choose_pair_config("compare_keys", pair.first, pair.second, fits)
+    config = choose_pair_config("compare_keys", pair.first, pair.second, pair.fits_hopper)
     if config.gluon:
         pair.launch_hopper_grads(config, row_terms, outputs, keys_first=True)
         return

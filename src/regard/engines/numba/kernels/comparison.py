@@ -247,7 +247,7 @@ def is_nan(x):
 
 @njit
 def clear_hidden_(P, grads, at, cols, b, h, i, j0):
-    """Zeros at the hidden keys of one row: if it is nan, 0 · nan would reach them. Its scores are computed again, into `at`."""
+    """Zeros at the hidden keys of a row that is nan: 0 · nan would reach them. Its scores are computed again."""
     tile_products(P, at, b, h, i, 1, j0, cols)
     finish_scores(P, at, 0, cols, b, h, i, j0)
     s = carray(floats_at(at), cols)

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels.comparison import key_blocks_of_all, load_row_terms, range_of_both, score_grads, unit
+from ..kernels.comparison import hide_both, key_blocks_of_all, load_row_terms, range_of_both, score_grads, unit
 from ..kernels.forward import schedule_tile
-from ..kernels.tile_ops import FLOOR, row_blocks, store_tile, visible
+from ..kernels.tile_ops import row_blocks, store_tile
 from .gluon_ops import (
     CONSUMER_REGS,
     PRODUCER_REGS,
@@ -95,7 +95,7 @@ def producer(own_desc, walk_desc, own2_desc, walk2_desc, tiles, ready, free, til
 def consumer(
     tiles, ready, free, pingpong, tile_queue, row_terms, all_rows, out, out2, mask, sizes, mask2, sizes2, heads, batch_heads, heads_per_group,
     blocks, scale, scale2, scale_of2, scale2_of2, W: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, MASK: gl.constexpr, MASK2: gl.constexpr,
-    RAGGED: gl.constexpr, MEASURE: gl.constexpr, KEYS_FIRST: gl.constexpr, OWN: gl.constexpr, WALK: gl.constexpr, STAGES: gl.constexpr,
+    RAGGED: gl.constexpr, MEASURE: gl.constexpr, KEYS_FIRST: gl.constexpr, GRAD: gl.constexpr, GRAD2: gl.constexpr, OWN: gl.constexpr, WALK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer W of two: OWN/2 positions from W · OWN/2 on of every block."""
     own_tiles, walk_tiles, own2_tiles, walk2_tiles = tiles
@@ -131,16 +131,19 @@ def consumer(
             s = warpgroup_mma(own_tile, head_tile(walk_tiles, slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)  # fmt: skip
             s2 = warpgroup_mma(own2_tile, head_tile(walk2_tiles, slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)  # fmt: skip
             s, s2 = warpgroup_mma_wait(0, deps=(s, s2))
-        begins, ends = (begin, both_from, both_to), (both_from, both_to, end)
         EDGES: gl.constexpr = RAGGED or MASK != "none" or MASK2 != "none"
         BANDS: gl.constexpr = MASK == "band" or MASK2 == "band" or (KEYS_FIRST and EDGES)
-        for SECTION in gl.static_range(0 if BANDS else 1, 3 if EDGES else 2):
+        # Of a key under causal masks alone every edge comes before every fully visible tile.
+        FIRST_EDGES: gl.constexpr = KEYS_FIRST and MASK == "causal" and MASK2 == "causal" and not RAGGED
+        if FIRST_EDGES:
+            both_from, both_to = end - (both_to - both_from), end
+        begins, ends = (begin, both_from, both_to), (both_from, both_to, end)
+        for SECTION in gl.static_range(0 if BANDS else 1, 3 if EDGES and not FIRST_EDGES else 2):
             for tile in range(begins[SECTION], ends[SECTION]):
                 walk_at = tile * WALK + gl.arange(0, WALK, gl.SliceLayout(0, S))
                 if SECTION != 1:
                     i, j = (walk_at[None, :], own_at[:, None]) if KEYS_FIRST else (own_at[:, None], walk_at[None, :])
-                    s = gl.where(visible(i, j, b, h, 0, mask, sizes, MASK), s, FLOOR)
-                    s2 = gl.where(visible(i, j, b, h2, 0, mask2, sizes2, MASK2), s2, FLOOR)
+                    s, s2 = hide_both(s, s2, i, j, b, h, h2, mask, sizes, mask2, sizes2, MASK, MASK2)
                 rows_here = (
                     load_row_terms(row_terms, all_rows, b, h_all, heads, walk_at, sizes.i, MEASURE)
                     if KEYS_FIRST
@@ -155,12 +158,19 @@ def consumer(
                 following = after % STAGES
                 mbarrier.wait(walk_ready.index(following), (after // STAGES) & 1)
                 mbarrier.wait(pingpong.index(W), (count & 1) ^ (1 - W))
-                grad = warpgroup_mma(ds, head_tile(walk_tiles, slot), grad, is_async=True)
-                grad2 = warpgroup_mma(ds2, head_tile(walk2_tiles, slot), grad2, is_async=True)
+                if GRAD:
+                    grad = warpgroup_mma(ds, head_tile(walk_tiles, slot), grad, is_async=True)
+                if GRAD2:
+                    grad2 = warpgroup_mma(ds2, head_tile(walk2_tiles, slot), grad2, is_async=True)
                 s = warpgroup_mma(own_tile, head_tile(walk_tiles, following).permute((1, 0)), zero_acc, use_acc=False, is_async=True)  # fmt: skip
                 s2 = warpgroup_mma(own2_tile, head_tile(walk2_tiles, following).permute((1, 0)), zero_acc, use_acc=False, is_async=True)  # fmt: skip
                 mbarrier.arrive(pingpong.index(1 - W))
-                s, s2, grad, grad2, ds, ds2 = warpgroup_mma_wait(0, deps=(s, s2, grad, grad2, ds, ds2))
+                if GRAD and GRAD2:
+                    s, s2, grad, grad2, ds, ds2 = warpgroup_mma_wait(0, deps=(s, s2, grad, grad2, ds, ds2))
+                elif GRAD:
+                    s, s2, grad, ds = warpgroup_mma_wait(0, deps=(s, s2, grad, ds))
+                else:
+                    s, s2, grad2, ds2 = warpgroup_mma_wait(0, deps=(s, s2, grad2, ds2))
                 mbarrier.arrive(walk_free.index(slot))
                 count += 1
         mbarrier.arrive(own_free.index(W))
@@ -168,15 +178,17 @@ def consumer(
         tile_phase += 1
         at, at2 = start + gl.arange(0, HALF, gl.SliceLayout(1, G)), start + gl.arange(0, HALF, gl.SliceLayout(1, G2))
         owners = sizes.j if KEYS_FIRST else sizes.i
-        store_tile(out, b, h_all, at, gl.arange(0, WIDTH, gl.SliceLayout(0, G)), grad * (scale * unit(MEASURE, False)), owners, D)  # fmt: skip
-        store_tile(out2, b, h_all, at2, gl.arange(0, WIDTH2, gl.SliceLayout(0, G2)), grad2 * (scale_of2 * unit(MEASURE, True)), owners, D2)  # fmt: skip
+        if GRAD:
+            store_tile(out, b, h_all, at, gl.arange(0, WIDTH, gl.SliceLayout(0, G)), grad * (scale * unit(MEASURE, False)), owners, D)  # fmt: skip
+        if GRAD2:
+            store_tile(out2, b, h_all, at2, gl.arange(0, WIDTH2, gl.SliceLayout(0, G2)), grad2 * (scale_of2 * unit(MEASURE, True)), owners, D2)  # fmt: skip
 
 
 @gluon.jit
 def compare_grads_ws_kernel(
     own_desc, walk_desc, own2_desc, walk2_desc, tile_counter, row_terms, all_rows, out, out2, mask, sizes, mask2, sizes2, heads, batch_heads,
     heads_per_group, blocks, scale, scale2, scale_of2, scale2_of2, D: gl.constexpr, D2: gl.constexpr, MASK: gl.constexpr, MASK2: gl.constexpr,
-    RAGGED: gl.constexpr, MEASURE: gl.constexpr, KEYS_FIRST: gl.constexpr, OWN: gl.constexpr, WALK: gl.constexpr, STAGES: gl.constexpr,
+    RAGGED: gl.constexpr, MEASURE: gl.constexpr, KEYS_FIRST: gl.constexpr, GRAD: gl.constexpr, GRAD2: gl.constexpr, OWN: gl.constexpr, WALK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries of both matrices, or of their keys. RAGGED: some tile is not full."""
     tiles = (
@@ -194,10 +206,10 @@ def compare_grads_ws_kernel(
         [
             (consumer, (tiles, ready, free, pingpong, tile_queue, row_terms, all_rows, out, out2, mask, sizes, mask2, sizes2, heads, batch_heads,
                         heads_per_group, blocks, scale, scale2, scale_of2, scale2_of2, 0, D, D2, MASK, MASK2, RAGGED, MEASURE, KEYS_FIRST,
-                        OWN, WALK, STAGES)),
+                        GRAD, GRAD2, OWN, WALK, STAGES)),
             (consumer, (tiles, ready, free, pingpong, tile_queue, row_terms, all_rows, out, out2, mask, sizes, mask2, sizes2, heads, batch_heads,
                         heads_per_group, blocks, scale, scale2, scale_of2, scale2_of2, 1, D, D2, MASK, MASK2, RAGGED, MEASURE, KEYS_FIRST,
-                        OWN, WALK, STAGES)),
+                        GRAD, GRAD2, OWN, WALK, STAGES)),
             (producer, (own_desc, walk_desc, own2_desc, walk2_desc, tiles, ready, free, tile_queue, tile_counter, mask, sizes, mask2, sizes2,
                         heads, batch_heads, heads_per_group, blocks, MASK, MASK2, KEYS_FIRST, OWN, WALK, STAGES)),
         ],

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.comparison import (
     above,
     add_terms,
+    hide_both,
     key_blocks_of_all,
     load_norms,
     merge_rows,
@@ -28,7 +29,7 @@ from ..kernels.comparison import (
     store_sums,
 )
 from ..kernels.forward import schedule_tile
-from ..kernels.tile_ops import EMPTY_MAX, FLOOR, visible
+from ..kernels.tile_ops import EMPTY_MAX
 from .gluon_ops import (
     CONSUMER_REGS,
     PRODUCER_REGS,
@@ -132,14 +133,13 @@ def consumer(
                 s2 = warpgroup_mma(
                     q2_tile, head_tile(k2_tiles, slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True
                 )
-                mbarrier.arrive(pingpong.index(1 - W))
                 s, s2 = warpgroup_mma_wait(0, deps=(s, s2))
+                mbarrier.arrive(pingpong.index(1 - W))
                 mbarrier.arrive(k_free.index(slot))
                 count += 1
                 if SECTION != 1:
                     j = tile * BLOCK_J + column
-                    s = gl.where(visible(i[:, None], j[None, :], b, h, 0, mask, sizes, MASK), s, FLOOR)
-                    s2 = gl.where(visible(i[:, None], j[None, :], b, h2, 0, mask2, sizes2, MASK2), s2, FLOOR)
+                    s, s2 = hide_both(s, s2, i[:, None], j[None, :], b, h, h2, mask, sizes, mask2, sizes2, MASK, MASK2)
                 if SUMS:
                     x, y = above(s, m[:, None], scale2, True), above(s2, m2[:, None], scale2_of2, True)
                     total, total2 = add_terms(x, y, c[:, None], total, total2, MEASURE)

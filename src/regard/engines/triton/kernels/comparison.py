@@ -27,6 +27,7 @@ from .tile_ops import (
     per_row,
     row_blocks,
     store_tile,
+    visible,
     visible_at_all,
 )
 
@@ -40,18 +41,23 @@ HIDDEN = tl.constexpr(-1.0e29)
 @triton.jit
 def round_to_tf32(x):
     """float32 with the 10-bit mantissa of TF32, rounded to nearest. Tensor cores would drop the bits, always towards 0."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # the bits of a nan would carry into its sign: -0
 
 
 @triton.jit
 def add_product(a, b, total, FP32: tl.constexpr):
-    """total + a · b. FP32: three products of rounded parts; what is left out is 2⁻²² of a product, to either side."""
+    """total + a · b. FP32: three products of rounded parts; a fourth, left out, is 2⁻²² of them, to either side.
+
+    Their sum joins the total by an addition, which rounds: tensor cores cut what they accumulate, in every step, and of long
+    sums that was eight times plain PyTorch's error.
+    """
     if FP32:
         a_high, b_high = round_to_tf32(a), round_to_tf32(b)
         a_low, b_low = round_to_tf32(a - a_high), round_to_tf32(b - b_high)
-        total = tl.dot(a_low, b_high, total, input_precision="tf32")
-        total = tl.dot(a_high, b_low, total, input_precision="tf32")
-        return tl.dot(a_high, b_high, total, input_precision="tf32")
+        product = tl.dot(a_low, b_high, input_precision="tf32")
+        product = tl.dot(a_high, b_low, product, input_precision="tf32")
+        return total + tl.dot(a_high, b_high, product, input_precision="tf32")
     return tl.dot(a, b, total, input_precision="tf32")
 
 
@@ -75,6 +81,16 @@ def scores(
     if EDGE:
         s = tl.where(visible_at_all(at_i, at_j, b, h, mask, sizes, MASK), s, FLOOR)
     return s, slope
+
+
+@triton.jit
+def hide_both(s, s2, i, j, b, h, h2, mask, sizes, mask2, sizes2, MASK: tl.constexpr, MASK2: tl.constexpr):
+    """Both tiles of scores, FLOOR where hidden by masks of one interval a row. Two causal masks are one."""
+    shown = visible(i, j, b, h, 0, mask, sizes, MASK)
+    shown2 = shown
+    if MASK != MASK2 or MASK == "band":
+        shown2 = visible(i, j, b, h2, 0, mask2, sizes2, MASK2)
+    return tl.where(shown, s, FLOOR), tl.where(shown2, s2, FLOOR)
 
 
 @triton.jit
