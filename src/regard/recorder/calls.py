@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.api import weights
-from ..core.masks.kinds import Mask
+from ..core.masks.kinds import Geometry, Mask
 from ..core.pytree import tree_map
 from ..core.scores.kinds import ScaledDot, Score
 from ..core.types import Align
@@ -23,7 +23,7 @@ from ..core.weights import Weights
 from .detached import ConstantWeights, DetachedWeights, RecordedWeights
 from .mask_recognition import ParsedMask, parse_mask
 
-__all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall", "save_call"]
+__all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall", "save_call", "visible_counts"]
 
 #: Whether keys and queries come from one sequence.
 LayerKind: TypeAlias = Literal["self", "cross"]
@@ -222,3 +222,16 @@ def _saved_score(call: AttentionCall, parsed: ParsedMask, device: str | None, gr
 
 def _mask_on(mask: Any, device: str | None) -> Any:
     return mask if device is None or mask is None else tree_map(mask, lambda t: t.to(device))
+
+
+def visible_counts(call: AttentionCall) -> Tensor:
+    """The number of keys each row may see, (b|1, i)."""
+    parsed = call.parse_mask()
+    *_, i, j = call.shape
+    device = (call.q if call.q is not None else call.w).device  # type: ignore[union-attr]
+    if call.w is not None:
+        return (call.w > 0).sum(-1).amax(1).float()
+    if parsed.mask is None:
+        return torch.full((1, i), float(j), device=device)
+    intervals = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
+    return (intervals.hi - intervals.lo).clamp(min=0).sum(1).float()

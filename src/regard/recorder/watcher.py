@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..core.masks.kinds import Geometry
 from ..core.pytree import tree_map
 from ..core.torch_state import in_backward
 from ..core.weights import Weights
-from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
+from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call, visible_counts
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
 from .hooks.call_site import CAPTURED, CallSite, calling_module, original_module
@@ -445,7 +444,7 @@ class _PassListener:
         key = id(call.parsed_mask), weights.device
         rows = None if call.w is not None else self.rows.get(key)
         if rows is None:
-            visible = _visible_keys(call).unsqueeze(-2)  # b|1 1 i
+            visible = visible_counts(call).unsqueeze(-2)  # b|1 1 i
             real = real_rows(weights, "self")
             real = None if real is None else real[: call.shape[0]]  # the layers that are measured at once share them
             rows = _RealRows(visible > 1, visible.clamp(min=2).log(), real, call.parsed_mask)
@@ -493,16 +492,3 @@ def _means(shares: Tensor, real: Tensor | None) -> list[Tensor]:
     if real is None:
         return list(shares.mean((1, 3)))
     return [row_mean(share, real) for share in shares]
-
-
-def _visible_keys(call: AttentionCall) -> Tensor:
-    """The number of keys each row may see, (b|1, i)."""
-    parsed = call.parse_mask()
-    *_, i, j = call.shape
-    device = (call.q if call.q is not None else call.w).device  # type: ignore[union-attr]
-    if call.w is not None:
-        return (call.w > 0).sum(-1).amax(1).float()
-    if parsed.mask is None:
-        return torch.full((1, i), float(j), device=device)
-    intervals = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
-    return (intervals.hi - intervals.lo).clamp(min=0).sum(1).float()
