@@ -7,6 +7,7 @@ holds detached tensors, copied where the model may write over them; `Weights` ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.api import weights
-from ..core.masks.kinds import Mask
+from ..core.masks.kinds import Geometry, Mask
 from ..core.pytree import tree_map
 from ..core.scores.kinds import ScaledDot, Score
 from ..core.types import Align
@@ -22,7 +23,7 @@ from ..core.weights import Weights
 from .detached import ConstantWeights, DetachedWeights, RecordedWeights
 from .mask_recognition import ParsedMask, parse_mask
 
-__all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall", "save_call"]
+__all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall", "save_call", "visible_counts"]
 
 #: Whether keys and queries come from one sequence.
 LayerKind: TypeAlias = Literal["self", "cross"]
@@ -54,15 +55,19 @@ class AttentionCall:
     is_self: bool | None = None  # whether queries and keys come from one sequence, where the handler knows
     native: bool = False  # whether PyTorch's C++ path computed it, which has no gradients
     matrix: Weights | None = None  # the matrix that computed it, where regard did
+    _shape: tuple[int, int, int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(b, h, i, j)"""
-        if self.w is not None:
-            return tuple(self.w.shape)  # type: ignore[return-value]
-        assert self.q is not None
-        assert self.k is not None
-        return (*self.q.shape[:3], self.k.shape[2])  # type: ignore[return-value]
+        if self._shape is None:
+            if self.w is not None:
+                self._shape = tuple(self.w.shape)  # type: ignore[assignment]
+            else:
+                assert self.q is not None
+                assert self.k is not None
+                self._shape = *self.q.shape[:3], self.k.shape[2]  # type: ignore[assignment]
+        return self._shape  # type: ignore[return-value]
 
     def parse_mask(self, cache: MaskCache | None = None) -> ParsedMask:
         """The mask in structured form; parsed once for all layers of a pass that share one tensor."""
@@ -90,7 +95,7 @@ class AttentionCall:
         """The score with its modifiers, the bias of the mask among them."""
         if self.full_score is not None:
             return self.full_score
-        score = ScaledDot(self.scale)
+        score = _scaled_dot(self.scale)
         if self.softcap:
             score = score.softcap(self.softcap)
         if self.parsed_mask is not None and self.parsed_mask.bias is not None:
@@ -145,6 +150,11 @@ class SavedCall:
         return dataclasses.replace(self)  # a shallow copy shares the tensors, and their versions still matter
 
 
+@functools.lru_cache(maxsize=64)
+def _scaled_dot(scale: float | None) -> Score:
+    return ScaledDot(scale)
+
+
 def _unchanged(mask: Tensor, before: Tensor | int) -> bool:
     """Whether a mask is as it was when it was parsed; inference tensors count no versions."""
     return torch.equal(mask, before) if isinstance(before, Tensor) else mask._version == before
@@ -168,7 +178,7 @@ def save_call(
     if not grad:
         had_graph = any(t is not None and t.requires_grad for t in (q, k, w))
         saved.matrix = DetachedWeights if had_graph else ConstantWeights
-        q, k, v, w = (_detached(x) for x in (q, k, v, w))
+        q, k, w, v = _detached(q), _detached(k), _detached(w), _detached(v) if values else None
     if w is not None:
         saved.w = _saved_tensor(w, saved.versions, device, copy)
     else:
@@ -177,7 +187,7 @@ def save_call(
         q = q if parsed.uniform_rows is None else q.masked_fill(parsed.uniform_rows, 0)
         saved.q = _saved_tensor(q, saved.versions, device, copy)
         saved.k = _saved_tensor(k, saved.versions, device, copy)
-        saved.score = _saved_score(call, device, grad)
+        saved.score = _saved_score(call, parsed, device, grad)
         saved.mask = _mask_on(parsed.mask, device)
         if call.matrix is not None and parsed.uniform_rows is None and device is None:
             saved.row_results = call.matrix._row_results()
@@ -201,9 +211,9 @@ def _detached(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
 
 
-def _saved_score(call: AttentionCall, device: str | None, grad: bool) -> Score:
+def _saved_score(call: AttentionCall, parsed: ParsedMask, device: str | None, grad: bool) -> Score:
     score = call.score()
-    if call.full_score is None and call.sink is None and call.parse_mask().bias is None:  # it has no tensors
+    if call.full_score is None and call.sink is None and parsed.bias is None:  # it has no tensors
         return score
     if not grad:
         score = tree_map(score, lambda t: t.detach().clone() if t.is_inference() else t.detach())
@@ -212,3 +222,16 @@ def _saved_score(call: AttentionCall, device: str | None, grad: bool) -> Score:
 
 def _mask_on(mask: Any, device: str | None) -> Any:
     return mask if device is None or mask is None else tree_map(mask, lambda t: t.to(device))
+
+
+def visible_counts(call: AttentionCall) -> Tensor:
+    """The number of keys each row may see, (b|1, i)."""
+    parsed = call.parse_mask()
+    *_, i, j = call.shape
+    device = (call.q if call.q is not None else call.w).device  # type: ignore[union-attr]
+    if call.w is not None:
+        return (call.w > 0).sum(-1).amax(1).float()
+    if parsed.mask is None:
+        return torch.full((1, i), float(j), device=device)
+    intervals = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
+    return (intervals.hi - intervals.lo).clamp(min=0).sum(1).float()

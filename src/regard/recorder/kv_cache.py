@@ -18,15 +18,21 @@ from torch import Tensor
 
 from ..core.block import MatrixBlock
 from ..core.masks.kinds import Dense, Geometry, Mask
+from ..core.pytree import tree_map
 from ..core.scores.kinds import Score
 from ..core.types import Align
 from .calls import AttentionCall, SavedCall
-from .mask_recognition import RowIntervals, intervals, recognise
+from .mask_recognition import ParsedMask, RowIntervals, intervals, recognise
 
 __all__ = ["CachedGeneration", "CannotStitch", "continues"]
 
 #: The most numbers that a stitched position bias, or stitched eager weights, may have.
 DENSE_CELLS = 2**26
+
+#: Devices whose numbers can be read without waiting for others.
+AT_HAND = ("cpu",)
+
+CHANGED = "keys change between steps, as when beam search reorders the cache"
 
 
 class CannotStitch(Exception):  # noqa: N818  a fact about steps
@@ -67,6 +73,7 @@ class CachedGeneration:
         assert first.score is not None
         self.queries = [first.q]
         visible = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
+        self._unchanged: list[Tensor] = []  # flags on a GPU: whether keys that two steps share were equal
         end = first.k.shape[2] if cross else int(visible.hi.max())
         self.keys = first.k[:, :, :end]
         self.values = None if first.v is None else first.v[:, :, :end]
@@ -80,15 +87,18 @@ class CachedGeneration:
         parts = self.rows_of_w if self.first.w is not None else self.queries
         return sum(part.shape[2] for part in parts)
 
-    def extend(self, call: AttentionCall, saved: SavedCall, before: int | None = None) -> None:
+    def extend(self, call: AttentionCall, saved: SavedCall, before: int | None = None, is_step: bool = False) -> None:
         """Add a step: its queries, and its new keys.
 
         Args:
             call: The call.
             saved: Its tensors.
             before: The positions that the cache held before the step, where it may have been cut back.
+            is_step: Whether another layer has shown that this is a step. Keys that changed are then an error of
+                `finish`: to look at them on a GPU waits for all that it was told.
         """
         self.steps += 1
+        self._is_step = is_step
         if before is not None:
             self._cut_back(before, saved)
         if self.first.w is not None or call.w is not None:
@@ -100,8 +110,8 @@ class CachedGeneration:
         if saved.q.shape[:2] != self.queries[0].shape[:2] or saved.k.shape[:2] != self.keys.shape[:2]:
             raise CannotStitch("the batch changes between steps")
         m, n = saved.q.shape[2], saved.k.shape[2]
-        visible = _intervals(saved.mask, m, n, saved.align, saved.q.device)
-        last = n if saved.mask is None else int(visible.hi.max())  # on a GPU to read a number waits for all before it
+        visible = _intervals(saved.mask, m, n, saved.align, saved.q.device, call.parsed_mask)
+        last = n if saved.mask is None else int(visible.hi.max())
         bias = None if call.parsed_mask is None else call.parsed_mask.bias
         shift = self._extend_keys(saved.k, saved.v, m, last, biased=bias is not None)
         self.queries.append(saved.q)
@@ -123,7 +133,7 @@ class CachedGeneration:
         if (
             not self.cross
             and saved.k is not None
-            and not torch.equal(saved.k[:, :, :positions], self.keys[:, :, :positions])
+            and not self._are_equal(saved.k[:, :, :positions], self.keys[:, :, :positions])
         ):
             raise CannotStitch("keys change between steps")
         parts = self.rows_of_w if self.first.w is not None else self.queries
@@ -169,15 +179,15 @@ class CachedGeneration:
         if n >= end:  # all positions so far; a static cache has unused slots behind them
             if last > end:
                 raise CannotStitch(f"a step sees {last} keys where {end} positions have passed")
-            if not torch.equal(k[:, :, : self.total], self.keys):
-                raise CannotStitch("keys change between steps, as when beam search reorders the cache")
+            if not self._are_equal(k[:, :, : self.total], self.keys):
+                raise CannotStitch(CHANGED)
             # Only the filled slots of a static cache are saved, as a copy: the model writes over them.
             self.keys = k if n == end else k[:, :, :end].clone()
             self.values = v if v is None or n == end else v[:, :, :end].clone()
             shift = 0
         else:  # a cache that keeps a window: the last n positions
             old = n - m
-            if old > self.total or not torch.equal(k[:, :, :old], self.keys[:, :, self.total - old :]):
+            if old > self.total or not self._are_equal(k[:, :, :old], self.keys[:, :, self.total - old :]):
                 raise CannotStitch("keys change between steps, or the cache does not keep the latest ones in order")
             if biased:
                 raise CannotStitch("its cache drops keys, and it adds a bias to the scores of those that stay", True)
@@ -186,6 +196,13 @@ class CachedGeneration:
             shift = end - n
         self.total = end
         return shift
+
+    def _are_equal(self, keys: Tensor, before: Tensor) -> bool:
+        """Whether keys are as they were; where that can wait, True, and a flag for `finish`."""
+        if keys.device.type in AT_HAND or not self._is_step or keys.shape != before.shape:
+            return torch.equal(keys, before)
+        self._unchanged.append((keys == before).all())
+        return True
 
     def _extend_dense(self, w: Tensor | None) -> None:
         if w is None or w.shape[:2] != self.rows_of_w[0].shape[:2]:
@@ -209,6 +226,8 @@ class CachedGeneration:
                 raise CannotStitch(f"its weights have {cells} numbers together, more than {DENSE_CELLS}")
             wide = [torch.nn.functional.pad(w, (0, self.total - w.shape[-1])) for w in self.rows_of_w]
             return SavedCall(None, None, self.values, torch.cat(wide, 2), None, None, None)
+        if self._unchanged and not bool(torch.stack(self._unchanged).all()):
+            raise CannotStitch(CHANGED)
         q = torch.cat(self.queries, 2)
         mask, align = self._mask(q)
         return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)
@@ -222,12 +241,13 @@ class CachedGeneration:
         if structured is not None:
             mask, align = structured
             # Aligned at the end: the last query is the last position.
+            mask = None if mask is None else tree_map(mask, lambda t: t.to(q.device))
             return mask, None if self.cross and (mask is None or not mask.positional) else align
         if b * q.shape[2] * self.total > DENSE_CELLS:
             raise CannotStitch("its mask is neither causal, a window nor padding, and too large for a dense one")
-        at = torch.arange(self.total, device=q.device)
+        at = torch.arange(self.total)
         cells = (at >= lo[..., None]) & (at < hi[..., None])
-        return Dense(cells[:, None]), None if self.cross else "end"
+        return Dense(cells[:, None].to(q.device)), None if self.cross else "end"
 
     def _score(self, q: Tensor) -> Score:
         score = self.first.score
@@ -254,25 +274,37 @@ def _filled_slots(w: Tensor) -> int:
     return int(visible[-1]) + 1 if len(visible) else w.shape[-1]
 
 
-def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
-    """The visible keys of each row of a step."""
+def _intervals(
+    mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device, parsed: ParsedMask | None = None
+) -> RowIntervals:
+    """The visible keys of each row of a step, on the CPU: a GPU is read once for all layers that share a mask."""
     if mask is None:  # as in every step of one token
-        return _all_keys(i, j, device)
-    geometry = Geometry(i, j, j - i if align == "end" else 0, device)
+        return _all_keys(i, j)
+    if parsed is None or parsed.mask is None:
+        return _read_intervals(mask, i, j, align, device)
+    if parsed.rows is None:
+        parsed.rows = _read_intervals(mask, i, j, align, device)
+    return parsed.rows
+
+
+def _read_intervals(mask: Mask, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
+    tensors: list[Tensor] = []
+    tree_map(mask, lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
+    geometry = Geometry(i, j, j - i if align == "end" else 0, device if tensors else torch.device("cpu"))
     if mask.dense_parts():
-        cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), geometry.offset, device))
+        cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), geometry.offset, geometry.device))
         rows = intervals(cells.expand(*cells.shape[:2], i, j))
         if rows is None:
             raise CannotStitch("a row of its mask has gaps")
-        return rows
+        return RowIntervals(rows.lo.cpu(), rows.hi.cpu())
     key_intervals = mask.intervals(geometry)
     if not key_intervals.exact or key_intervals.lo.shape[1] != 1:
         raise CannotStitch("a row of its mask has gaps")
-    return RowIntervals(key_intervals.lo[:, 0], key_intervals.hi[:, 0])
+    return RowIntervals(key_intervals.lo[:, 0].cpu(), key_intervals.hi[:, 0].cpu())
 
 
 @functools.lru_cache(maxsize=8)
-def _all_keys(i: int, j: int, device: torch.device) -> RowIntervals:
+def _all_keys(i: int, j: int) -> RowIntervals:
     """Rows that see all keys: the same for every layer of a step."""
-    lo = torch.zeros(1, i, dtype=torch.int64, device=device)
+    lo = torch.zeros(1, i, dtype=torch.int64)
     return RowIntervals(lo, lo + j)

@@ -34,6 +34,7 @@ class ParsedMask:
     bias: Tensor | None = None
     align: Align | None = None
     uniform_rows: Tensor | None = None  # b|1 h|1 i 1 : rows whose scores a huge added number makes all equal
+    rows: RowIntervals | None = None  # the visible keys of a step of a generation, once they were read
 
 
 def intervals(cells: Tensor) -> RowIntervals | None:

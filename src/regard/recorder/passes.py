@@ -44,15 +44,16 @@ class Call:
             return False
         return continues(call, generation.total)
 
-    def extend(self, call: AttentionCall, saved: SavedCall, before: int | None = None) -> None:
+    def extend(self, call: AttentionCall, saved: SavedCall, before: int | None = None, is_step: bool = False) -> None:
         """Add a step of the generation; raises `CannotStitch` if it is none. See `CachedGeneration.extend`."""
         assert self.saved is not None, "statistics cannot be stitched"
         generation = self.generation or CachedGeneration(self.saved.loaded(), cross=self.kind == "cross")
         if before is None and self.kind == "self" and not self._sees_last_value(call, generation.total):
             raise CannotStitch("values change between steps: its cache is that of another sequence, or was edited")
-        generation.extend(call, saved, before)
+        generation.extend(call, saved, before, is_step)
         self.generation = generation
-        self.note_last_value(call, generation.total)
+        if call.w is not None:
+            self.note_last_value(call, generation.total)
 
     def _sees_last_value(self, call: AttentionCall, total: int) -> bool:
         """Whether weights over a cache that grows meet the value that was last in it; True where nothing says."""

@@ -13,6 +13,7 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from .hooks import tap
 from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import ModelHooks, batch_size
+from .hooks.twin_layers import UNHEARD, TwinLayers
 from .kv_cache import CannotStitch
 from .layer import row_statistics
 from .passes import Call, OpenPass
@@ -74,11 +76,14 @@ class ThreadRecorder:
         self.shared, self.guest = shared, guest  # guest: of another thread than the block's
         self.wants_ids, self.wants_values, self.wants_grad = shared.ids, shared.values, shared.grad
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
+        here = weakref.WeakMethod(self._tracker)
+        self.twins = TwinLayers([] if guest else shared.hooks.modules, shared.hooks.entered, here)
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self.inside = 0  # nesting of the model's modules, in a guest
         self.requests = 0  # in a guest: functions that run and are recorded outside of modules too
         self.depth = 0  # nesting of the model's own forward
         self.axes: tuple[int, int] | None = None  # the first two axes of the running pass's input
+        self.hears_products = True
         self._thread = threading.get_ident()
         self._pass: OpenPass | None = None
         self._last: OpenPass | None = None  # the last of this thread that is done, or the generation of its last step
@@ -86,20 +91,38 @@ class ThreadRecorder:
 
     # Called by the hooks on the model.
 
-    def begin(self, axes: tuple[int, int] | None) -> None:
+    def begin(self, axes: tuple[int, int] | None, regime: Any = None) -> None:
         """The model's own forward begins."""
         self.enter()
         if self.depth == 0:
             self.end_pass()
             self.axes = axes
+            self.twins.begin(regime)
+            self._hear([])
         self.depth += 1
 
-    def end(self) -> None:
+    def end(self, completed: bool = True) -> None:
         """The model's own forward ends."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
+            self._hear(self.twins.end(completed))
             self.end_pass()
         self.leave()
+
+    def _hear(self, unheard: list[str]) -> None:
+        """Intercept as much as the twins of the layers that come ask for, and name those that did something else."""
+        for name in unheard:
+            self.refuse(name, UNHEARD)
+        if self.twins.hears != self.hears_products:
+            self.hears_products = self.twins.hears
+            tap.hear_products()
+
+    def _tracker(self) -> EagerTracker:
+        return self.eager
+
+    def distrust(self) -> None:
+        self.twins.distrust()
+        self._hear([])
 
     def enter(self) -> None:
         """A module of the model begins."""
@@ -195,6 +218,7 @@ class ThreadRecorder:
         with self.shared.lock:
             if not self.shared.closed:
                 self._add(name, site, call)
+        self._hear(self.twins.call(name))
 
     def _add(self, name: str, site: CallSite, call: AttentionCall) -> None:
         """Save a call of the module of that name, as a layer of its pass or as a step of a generation."""
@@ -214,7 +238,8 @@ class ThreadRecorder:
             self._add_step(one.step_of, one.before, name, nth, call, saved)
             return
         entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
-        entry.note_last_value(call, call.shape[2])
+        if call.w is not None:
+            entry.note_last_value(call, call.shape[2])
         if shared.keep == "statistics":
             statistics = row_statistics(saved.weights())
             detached = issubclass(saved.matrix, DetachedWeights)
@@ -287,7 +312,7 @@ class ThreadRecorder:
                 self.refuse(name, "it ran in a later step of a generation and not in the first")
             return
         try:
-            entry.extend(call, saved, before)
+            entry.extend(call, saved, before, is_step=True)
         except CannotStitch as error:
             self.refuse(name, str(error))
             generation.calls.remove(entry)
@@ -300,8 +325,8 @@ def _kind(site: CallSite, call: AttentionCall) -> LayerKind:
     *_, i, j = call.shape
     if site.has_other_sequence(j):
         return "cross"
-    cached = any(hasattr(site.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in site.name
-    return "self" if i == j or cached else "cross"
+    cached = i == j or any(hasattr(site.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in site.name
+    return "self" if cached else "cross"
 
 
 def _no_graph(site: CallSite, call: AttentionCall) -> str | None:

@@ -7,6 +7,7 @@ attention fails in training; both are warned of, once a layer.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import warnings
@@ -19,15 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..core.masks.kinds import Geometry
+from ..core.pytree import tree_map
 from ..core.torch_state import in_backward
 from ..core.weights import Weights
-from .calls import AttentionCall, MaskCache, save_call
+from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call, visible_counts
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
 from .hooks.call_site import CAPTURED, CallSite, calling_module, original_module
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import Hook, batch_size, first_axes, is_compiled, remove_all
+from .hooks.twin_layers import TwinLayers, regime_of
 from .observer import RefusedWarning
 from .slicing import real_rows, row_mean
 
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
     from ..look.view import View
 
 __all__ = ["AttentionWarning", "Watch", "watch"]
+
+
+#: Queries and keys of a pass that wait for their measures at most; a training step holds them for backward anyway.
+WAITING_BYTES = 2**26
 
 
 class AttentionWarning(UserWarning):
@@ -136,6 +142,7 @@ class Watch:
         self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither call back nor warn
         # The modules of a compiled model are those of the original, under their own names.
         modules = dict(original_module(model).named_modules())
+        self._modules = list(modules.items())
         self._names = {id(module): name for name, module in modules.items()}
         for name, module in modules.items():
             if is_compiled(module):
@@ -226,7 +233,8 @@ class Watch:
             self.step += 1
             self.fresh = False
             if self.step % self.every == 0:
-                look = _PassListener(self._names, self.step, first_axes(args, kwargs))
+                regime = "watch", regime_of(model, args, kwargs)
+                look = _PassListener(self._names, self._modules, self.step, first_axes(args, kwargs), regime)
                 self._looks[threading.get_ident()] = look
                 tap.activate(look)
 
@@ -288,13 +296,26 @@ class _PassListener:
     wants_ids = wants_values = wants_grad = False
     wants_scores = True
 
-    def __init__(self, names: dict[int, str], step: int, axes: tuple[int, int] | None) -> None:
+    hears_products = True
+
+    def __init__(
+        self,
+        names: dict[int, str],
+        modules: list[tuple[str, nn.Module]],
+        step: int,
+        axes: tuple[int, int] | None,
+        regime: Any,
+    ) -> None:
         self.names, self.step, self.axes = names, step, axes
         self.layers: dict[str, dict[str, Tensor]] = {}  # on the model's device
         self.masks: MaskCache = {}  # masks that were parsed
         self.rows: dict[tuple[int, torch.device], _RealRows] = {}  # by parsed mask: layers share it
         self.refused: list[tuple[str, str]] = []
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
+        self.twins = TwinLayers(modules, [], weakref.WeakMethod(self._tracker))
+        self.twins.begin(regime)
+        self._waiting: list[tuple[str, AttentionCall, SavedCall]] = []  # calls whose measures are still to be taken
+        self._bytes = 0  # of their queries and keys
 
     def covers(self, model: nn.Module | None) -> bool:
         return False
@@ -315,6 +336,19 @@ class _PassListener:
         if (site := self.call_site(frame)) is not None:
             self.refuse(site.name, reason)
 
+    def distrust(self) -> None:
+        self.twins.distrust()
+        self._hear()
+
+    def _tracker(self) -> EagerTracker:
+        return self.eager
+
+    def _hear(self) -> None:
+        """Intercept as much as the twins of the layers that come ask for; see `twin_layers`."""
+        if self.twins.hears != self.hears_products:
+            self.hears_products = self.twins.hears
+            tap.hear_products()
+
     def compiling(self, frame: FrameType) -> None:
         self.refuse_at(frame, CAPTURED)
 
@@ -333,29 +367,86 @@ class _PassListener:
         while name in self.layers:
             name += "'"
         call.parse_mask(self.masks)
-        self.layers[name] = self._measures(call)
+        saved = save_call(call, False, None)
+        self.layers[name] = {}
+        if _stacks(call, saved):
+            assert saved.q is not None
+            assert saved.k is not None
+            self._waiting.append((name, call, saved))
+            self._bytes += saved.q.nbytes + saved.k.nbytes
+            if self._bytes > WAITING_BYTES:
+                self.measure()
+        else:
+            self.layers[name] = self._measures(call, saved, 1)[0]
+        self.twins.call(name)
+        self._hear()
 
-    def _measures(self, call: AttentionCall) -> dict[str, Tensor]:
-        """Entropy share and largest score of every head, (h,), without padding rows; no score where it is not known."""
-        weights = save_call(call, False, None).weights()
+    def measure(self) -> None:
+        """Take the measures of the calls that wait: one request for all layers of a shape, and a mask.
+
+        On a GPU a request takes its host longer than a training step its kernels.
+        """
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        groups: dict[Any, list[tuple[str, AttentionCall, SavedCall]]] = {}
+        for name, call, saved in waiting:
+            assert saved.q is not None
+            assert saved.k is not None
+            try:
+                saved.check()
+            except Overwritten as error:
+                self.layers.pop(name, None)
+                self.refuse(name, str(error))
+                continue
+            form = saved.q.shape, saved.k.shape, saved.q.dtype, saved.q.device, call.scale, call.softcap
+            groups.setdefault((*form, id(call.parsed_mask), call.is_self), []).append((name, call, saved))
+        for group in groups.values():
+            _, call, saved = group[0]
+            try:
+                if len(group) > 1:
+                    q, k = (torch.cat([getattr(one, part) for *_, one in group]) for part in ("q", "k"))
+                    saved = dataclasses.replace(saved, q=q, k=k, versions=[])
+                every = self._measures(call, saved, len(group))
+            except Exception as error:  # never reaches the model
+                for name, *_ in group:
+                    self.layers.pop(name, None)
+                    self.refuse(name, f"recording it failed: {type(error).__name__}: {error}")
+                continue
+            for (name, *_), measures in zip(group, every, strict=True):
+                if name in self.layers:  # else it was retracted
+                    self.layers[name] = measures
+
+    def _measures(self, call: AttentionCall, saved: SavedCall, layers: int) -> list[dict[str, Tensor]]:
+        """Entropy share and largest score of every head, (h,), without padding rows; no score where it is not known.
+
+        Args:
+            call: The call; of several layers the first.
+            saved: Its factors, those of all layers behind each other along the batch.
+            layers: The number of layers.
+        """
+        weights = saved.weights()
         dense = call.w is not None
         statistics = weights.see("entropy") if dense else weights.see("entropy", "max_score")
         rows = self._rows(call, weights)
-        share = torch.where(rows.choose, statistics.entropy / rows.largest, 1.0)
-        measures = {"entropy_share": row_mean(share, rows.real if call.is_self is not False else None).float()}
+        entropy = statistics.entropy.unflatten(0, (layers, -1))  # n b h i
+        shares = torch.where(rows.choose, entropy / rows.largest, 1.0)
+        real = rows.real if call.is_self is not False else None
+        measures = [{"entropy_share": share.float()} for share in _means(shares, real)]
         if not dense:
-            measures["max_score"] = statistics.max_score.amax((0, 2)).float()
+            largest = statistics.max_score.unflatten(0, (layers, -1)).amax((1, 3)).float()
         elif call.s is not None:
-            measures["max_score"] = call.s.amax((0, 2, 3)).float()
-        return measures
+            largest = call.s.amax((0, 2, 3)).float()[None]
+        else:
+            return measures
+        return [{**one, "max_score": most} for one, most in zip(measures, largest, strict=True)]
 
     def _rows(self, call: AttentionCall, weights: Weights) -> _RealRows:
         """The rows of a call; computed once for all layers that share a mask."""
         key = id(call.parsed_mask), weights.device
         rows = None if call.w is not None else self.rows.get(key)
         if rows is None:
-            visible = _visible_keys(call).unsqueeze(-2)  # b|1 1 i
+            visible = visible_counts(call).unsqueeze(-2)  # b|1 1 i
             real = real_rows(weights, "self")
+            real = None if real is None else real[: call.shape[0]]  # the layers that are measured at once share them
             rows = _RealRows(visible > 1, visible.clamp(min=2).log(), real, call.parsed_mask)
             if call.w is None:  # else the weights say which keys are visible
                 self.rows[key] = rows
@@ -363,6 +454,8 @@ class _PassListener:
 
     def numbers_on_host(self) -> dict[str, dict[str, Tensor]]:
         """`layers`, by one copy for each device: every copy waits until a GPU has done all it was told."""
+        with tap.suspended(), torch.no_grad():
+            self.measure()
         on_device = [x for measures in self.layers.values() for x in measures.values()]
         copied: dict[int, Tensor] = {}
         with tap.suspended():
@@ -384,14 +477,18 @@ class _RealRows(NamedTuple):
     mask: Any  # the parsed mask itself, whose id would else be used again
 
 
-def _visible_keys(call: AttentionCall) -> Tensor:
-    """The number of keys each row may see, (b|1, i)."""
+def _stacks(call: AttentionCall, saved: SavedCall) -> bool:
+    """Whether a call can be measured together with those of other layers: its score and its mask have no tensors."""
     parsed = call.parse_mask()
-    *_, i, j = call.shape
-    device = (call.q if call.q is not None else call.w).device  # type: ignore[union-attr]
-    if call.w is not None:
-        return (call.w > 0).sum(-1).amax(1).float()
-    if parsed.mask is None:
-        return torch.full((1, i), float(j), device=device)
-    intervals = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
-    return (intervals.hi - intervals.lo).clamp(min=0).sum(1).float()
+    if call.w is not None or call.full_score is not None or call.sink is not None or parsed.bias is not None:
+        return False
+    tensors: list[Tensor] = []
+    tree_map(saved.mask, lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
+    return not tensors and parsed.uniform_rows is None
+
+
+def _means(shares: Tensor, real: Tensor | None) -> list[Tensor]:
+    """The mean over sequences and real rows of each layer's heads, n times (h,)."""
+    if real is None:
+        return list(shares.mean((1, 3)))
+    return [row_mean(share, real) for share in shares]

@@ -5,10 +5,13 @@ Reading the stack leaves the model untouched, and costs only where attention run
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +19,7 @@ from torch import Tensor, fx, nn
 __all__ = [
     "CAPTURED",
     "CallSite",
+    "attribute",
     "called_by",
     "calling_module",
     "enclosing_module",
@@ -33,7 +37,9 @@ __all__ = [
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encdecattention|(^|\.)multihead_attn$|(^|\.)attn2$|src_attn", re.I)
 
 #: Names of arguments that carry the other sequence into such a module.
-_OTHER = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "memory", "kv_states")
+_OTHER = frozenset(
+    ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "memory", "kv_states")
+)
 
 #: Names of classes that compute attention, linear attention and its relatives included.
 _ATTENTION_CLASS = re.compile(
@@ -52,6 +58,9 @@ _NEVER_ATTENTION = re.compile(
 #: Names that models use for an attention module, whatever its class.
 _ATTENTION_NAME = re.compile(r"(^|[._])(attn|attention)\d?$", re.I)
 
+#: Modules that belong to the attention around them.
+_OF_OTHERS = (nn.Softmax, nn.Dropout)
+
 CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
 
 #: Modules of PyTorch that run compiled graphs.
@@ -61,9 +70,15 @@ _COMPILED_CODE = ("torch._inductor", "torch._functorch._aot_autograd")
 class CallSite:
     """The module an operator was called from."""
 
-    def __init__(self, name: str, module: nn.Module | None, frames: list[FrameType], compiled: bool = False) -> None:
-        self.name, self.module, self.frames = name, module, frames
+    def __init__(self, name: str, module: nn.Module | None, frame: FrameType | None, compiled: bool = False) -> None:
+        self.name, self.module, self._frame = name, module, frame
         self.compiled = compiled  # whether code made by torch.compile stands between the module and the operator
+
+    @functools.cached_property
+    def frames(self) -> list[FrameType]:
+        """The frames of the module's call, innermost first: its forward, and the methods that this called."""
+        stack = itertools.takewhile(lambda one: one[1] is self.module, _modules(self._frame, True))
+        return [frame for frame, _ in stack]
 
     @property
     def hides_modules(self) -> bool:
@@ -74,14 +89,28 @@ class CallSite:
 
     def has_other_sequence(self, keys: int) -> bool:
         """Whether the module's name, flags or arguments say that its keys come from another sequence."""
-        if getattr(self.module, "is_cross_attention", False):
+        if (self.module is not None and attribute(self.module, "is_cross_attention")) or _says_cross(self.name):
             return True
-        if _CROSS.search(self.name):
-            return True
-        every = [frame.f_locals for frame in self.frames]  # each look at them copies all
-        passed = [variables.get(name) for variables in every for name in _OTHER]
+        frame = self._frame
+        while frame is not None and _OTHER.isdisjoint(frame.f_code.co_varnames) and not frame.f_code.co_cellvars:
+            if "call_impl" in frame.f_code.co_name:
+                return False
+            frame = frame.f_back
+        passed = [x for at in self.frames for name, x in at.f_locals.items() if name in _OTHER and x is not None]
         # Where both sequences are joined and attend to one another, there are more keys than the other sequence has.
-        return any(x is not None and not (isinstance(x, Tensor) and keys not in x.shape[:-1]) for x in passed)
+        return any(not (isinstance(x, Tensor) and keys not in x.shape[:-1]) for x in passed)
+
+
+@functools.lru_cache(maxsize=4096)
+def _says_cross(name: str) -> bool:
+    return _CROSS.search(name) is not None
+
+
+def attribute(module: Any, name: str, default: Any = None) -> Any:
+    """An attribute that a module may lack: `getattr` looks among its parameters then, and raises, which is slow."""
+    is_usual = getattr(type(module), "__getattr__", None) is nn.Module.__getattr__
+    may_have = not is_usual or name in vars(module) or hasattr(type(module), name)
+    return getattr(module, name, default) if may_have else default
 
 
 def calling_module(frame: FrameType | None, names: dict[int, str] | None) -> CallSite | None:
@@ -91,19 +120,20 @@ def calling_module(frame: FrameType | None, names: dict[int, str] | None) -> Cal
         frame: Where the operator was called.
         names: Names of the model's modules by id; None: every module counts and is named by its class.
     """
-    site: CallSite | None = None
+    if names is not None and frame is not None and (code := frame.f_code).co_argcount:  # the quick way, mostly
+        first = frame.f_locals.get(code.co_varnames[0])
+        name = names.get(id(first))
+        is_call = "call_impl" in code.co_name or name is None or first is None or "_orig_mod" in first._modules
+        if name is not None and not is_call and not isinstance(first, (*_OF_OTHERS, torch.jit.ScriptModule)):
+            return CallSite(name, first, frame)
     for at, module in _modules(frame):
-        if site is not None:
-            if module is not site.module:
-                break
-            site.frames.append(at)  # a method of the module, called by its forward
-        elif names is None and not (isinstance(module, fx.GraphModule) and _is_compiled(frame, None)):
-            site = CallSite(type(module).__name__, module, [at], _is_compiled(frame, at))
-        elif names is not None and id(module) in names:
-            site = CallSite(names[id(module)], module, [at], _is_compiled(frame, at))
-        elif _has_own_state(module) and not isinstance(module, fx.GraphModule):  # a compiled graph is no model
+        if names is None and not (isinstance(module, fx.GraphModule) and _is_compiled(frame, None)):
+            return CallSite(type(module).__name__, module, at, _is_compiled(frame, at))
+        if names is not None and id(module) in names:
+            return CallSite(names[id(module)], module, at, _is_compiled(frame, at))
+        if _has_own_state(module) and not isinstance(module, fx.GraphModule):  # a compiled graph is no model
             return None  # another model, called by a method of this one
-    return site or (CallSite("", None, []) if names is None else None)
+    return CallSite("", None, None) if names is None else None
 
 
 def _has_own_state(module: nn.Module) -> bool:
@@ -164,25 +194,35 @@ def is_only_thread() -> bool:
     return len(sys._current_frames()) == 1
 
 
-def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
-    """Frames whose first argument is a module, innermost first."""
+def _modules(frame: FrameType | None, innermost: bool = False) -> Iterator[tuple[FrameType, nn.Module]]:
+    """Frames whose first argument is a module, innermost first.
+
+    Args:
+        frame: The first one.
+        innermost: Whether to end where the call of the first of them began: to look at a frame copies its variables.
+    """
+    found = False
     while frame is not None:
         code = frame.f_code
+        is_call = "call_impl" in code.co_name
+        if is_call and found and innermost:
+            return
         # torch.jit.trace takes a model as its first argument, and runs others.
         if code.co_argcount and not (frame.f_globals.get("__name__") or "").startswith("torch.jit"):
             first = frame.f_locals.get(code.co_varnames[0])
             # nn.Module's own __call__ machinery would name every module twice; TorchScript has no other frame.
-            if "call_impl" in code.co_name and not isinstance(first, torch.jit.ScriptModule):
+            if is_call and not isinstance(first, torch.jit.ScriptModule):
                 first = None
             # A softmax that is a module of its own belongs to the attention around it.
-            if isinstance(first, nn.Module) and not isinstance(first, nn.Softmax | nn.Dropout):
+            if isinstance(first, nn.Module) and not isinstance(first, _OF_OTHERS):
+                found = True
                 yield frame, original_module(first)
         frame = frame.f_back
 
 
 def original_module(module: nn.Module) -> nn.Module:
     """The module m of `torch.compile(m)`; any other module itself."""
-    return getattr(module, "_orig_mod", module)
+    return attribute(module, "_orig_mod", module) if type(module).__name__ == "OptimizedModule" else module
 
 
 def looks_like_attention(module: nn.Module, name: str = "") -> bool:
@@ -191,22 +231,35 @@ def looks_like_attention(module: nn.Module, name: str = "") -> bool:
     A name alone is not enough: models call norms, activations and squeeze-and-excite blocks `attn` as well. Such a
     module must also have the projections that attention takes.
     """
-    kind = type(module).__name__
-    if isinstance(module, nn.MultiheadAttention):
-        return True
-    if is_plain_layer(module) or isinstance(module, nn.Sequential) or _NEVER_ATTENTION.search(kind):
-        return False
-    if _ATTENTION_CLASS.search(kind) is not None:
-        return True
+    kind: Any = type(module)
+    says = _class_says_attention(kind)
+    if says is not None:
+        return says
     return _ATTENTION_NAME.search(name) is not None and _has_projections(module)
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_says_attention(kind: Any) -> bool | None:
+    """Whether a class of modules attends, by its name; None where it does not say."""
+    if issubclass(kind, nn.MultiheadAttention):
+        return True
+    if _is_plain_class(kind) or issubclass(kind, nn.Sequential) or _NEVER_ATTENTION.search(kind.__name__):
+        return False
+    return True if _ATTENTION_CLASS.search(kind.__name__) is not None else None
 
 
 def is_plain_layer(module: nn.Module) -> bool:
     """Whether a module is one of PyTorch's own layers without attention: a Linear, a norm, an activation."""
-    attends = isinstance(module, nn.MultiheadAttention | nn.Transformer | nn.TransformerEncoderLayer)
-    attends = attends or isinstance(module, nn.TransformerDecoderLayer)
+    kind: Any = type(module)
+    return _is_plain_class(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_plain_class(kind: Any) -> bool:
+    attend = (nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return type(module).__module__.startswith("torch.nn.modules") and not attends and type(module) not in containers
+    own: bool = kind.__module__.startswith("torch.nn.modules")
+    return own and not issubclass(kind, attend) and kind not in containers
 
 
 def _has_projections(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from .product_factors import (
     is_layer,
     is_layer_with_bias,
     is_parameter,
+    is_table,
 )
 from .softmax_trail import (
     CHOSEN,
@@ -34,10 +35,12 @@ from .softmax_trail import (
     UNNORMALISED,
     Alias,
     EagerTracker,
+    ScoreProduct,
     axes_of_keys,
     axis_of_keys,
     storage_of,
 )
+from .twin_layers import UNHEARD
 
 __all__ = ["EagerTracker", "install"]
 
@@ -63,14 +66,15 @@ def install() -> None:
         tap.intercept(name, on_clamp, tap.FOLLOW_KEY)
     tap.intercept("topk", on_topk, tap.FOLLOW_KEY)
     for name in ("matmul", "mm", "mv", "matmul.out", "mm.out"):
-        tap.intercept(name, on_product, skip=is_layer, multiplies=True)
+        tap.intercept(name, on_product, tap.PRODUCT_KEY, skip=is_layer, multiplies=True)
     for name in ("addmm", "addmv", "addmm.out"):
-        tap.intercept(name, on_product, skip=is_layer_with_bias, multiplies=True)
+        tap.intercept(name, on_product, tap.PRODUCT_KEY, skip=is_layer_with_bias, multiplies=True)
     for name in ("bmm", "baddbmm", "dot", "bmm.out", "baddbmm.out"):
-        tap.intercept(name, on_product, multiplies=True)
-    tap.intercept("convolution", OnOtherProduct(torch.ops.aten.convolution.default), skip=is_layer, multiplies=True)
-    tap.intercept("addbmm", OnOtherProduct(torch.ops.aten.addbmm.default), multiplies=True)
-    tap.intercept("cdist", on_distances)
+        tap.intercept(name, on_product, tap.PRODUCT_KEY, multiplies=True)
+    convolves, adds = (OnOtherProduct(op.default) for op in (torch.ops.aten.convolution, torch.ops.aten.addbmm))
+    tap.intercept("convolution", convolves, tap.PRODUCT_KEY, skip=is_layer, multiplies=True)
+    tap.intercept("addbmm", adds, tap.PRODUCT_KEY, multiplies=True)
+    tap.intercept("cdist", on_distances, tap.PRODUCT_KEY)
     einsum_attention.install()
     weight_operators.install()
     moved_weights.install()
@@ -157,6 +161,9 @@ def _start(
     wanted = scores if listener.wants_scores and axis == -1 else None
     before = listener.eager.softmax_of(scores)  # a softmax of weights gives weights again
     product = listener.eager.product_behind(scores) or (None if before is None else before.product)
+    if not tap.hears_products():
+        listener.distrust()
+        product, altered = ScoreProduct(out.shape, site.name, False, tuple(out.shape[-2:])), UNHEARD
     listener.eager.start(out, axis, site, product, wanted, altered)
 
 
@@ -188,6 +195,8 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     learned = has_learned_queries(left, right)
     computed = is_computed(left) and is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
     if met or not (learned or computed) or (site := listener.call_site(frame)) is None or _is_cast_layer(right, site):
+        return
+    if left.shape[-1] == 1 and is_table(site.module, left.shape[-2:-1], right.shape[-1:]):
         return
     if site.compiled and left.ndim > 2 and _is_around_fused_softmax(eager, left, right, site):
         listener.refuse(site.name, CAPTURED)

@@ -21,7 +21,7 @@ __all__ = ["install"]
 
 def install() -> None:
     """Intercept einsum."""
-    tap.intercept("einsum", on_einsum, multiplies=True)
+    tap.intercept("einsum", on_einsum, tap.PRODUCT_KEY, multiplies=True)
 
 
 def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:

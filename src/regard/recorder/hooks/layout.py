@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .call_site import CAPTURED, CallSite
+from .call_site import CAPTURED, CallSite, attribute
 
 __all__ = [
     "collapsed", "heads_come_first", "heads_of", "may_be_heads_of_one", "own_shape", "shared_axis_reason",
@@ -51,12 +51,15 @@ def heads_come_first(x: Tensor, module: Any, batch: int | None, as_projected: bo
 
 def heads_of(module: nn.Module | None) -> int | None:
     """The number of heads a module or its config names."""
-    for source in (module, getattr(module, "config", None)):
-        for name in _HEADS:
-            count = getattr(source, name, None)
-            if isinstance(count, int) and count > 0:
-                return count
-    return None
+    if module is None:
+        return None
+    for name in _HEADS:
+        count = attribute(module, name)
+        if isinstance(count, int) and count > 0:
+            return count
+    config = attribute(module, "config")
+    counts = [] if config is None else (getattr(config, name, None) for name in _HEADS)
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
 def _batch_first_owner(module: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import tap
 from .moved_weights import mark_as_unknown
+from .plain_tensors import is_readable
 from .product_factors import is_computed
 from .softmax_trail import LOGARITHM, POINTWISE, EagerTracker, OpenSoftmax, axis_of_keys, storage_of
 
@@ -95,7 +96,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _tensors(value)
-        elif isinstance(value, Tensor) and tap.is_readable(value):
+        elif isinstance(value, Tensor) and is_readable(value):
             yield value
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import tap
 from .layout import own_shape
+from .plain_tensors import is_plain
 
 __all__ = ["SUMS", "install", "on_outer_sum", "on_sum", "pairs", "sums_features"]
 
@@ -28,7 +29,7 @@ def install(follow: dict[str, Callable[..., None]]) -> None:
         (("add.Tensor",), pairs, on_outer_sum),
     ):
         for name in names:
-            tap.intercept(name, _both(follow.get(name), begins, handler), skip=_unless(begins))
+            tap.intercept(name, _both(follow.get(name), begins, handler), tap.PRODUCT_KEY, skip=_unless(begins))
 
 
 def _unless(begins: Callable[[tuple[Any, ...]], bool]) -> tap.Skip:
@@ -49,7 +50,7 @@ def sums_features(args: tuple[Any, ...]) -> bool:
     """Whether a sum, by its arguments, may give scores: over one axis of three or more, which it removes."""
     x, *how = args
     keepdim = True in [a is True for a in how]  # 1 is the order of a norm
-    if keepdim or not tap.is_plain(x) or x.ndim < 3 or not x.is_floating_point():
+    if keepdim or not is_plain(x) or x.ndim < 3 or not x.is_floating_point():
         return False
     dims = next((a for a in how if isinstance(a, list)), None)
     return dims is not None and len(dims) == 1
@@ -64,7 +65,7 @@ def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
 def pairs(args: tuple[Any, ...]) -> bool:
     """Whether two operands have an axis each that the other lacks, by which they are broadcast."""
     x, y, *_ = args
-    if not (tap.is_plain(x) and tap.is_plain(y)) or x.ndim != y.ndim or x.ndim < 2 or x.is_nested or y.is_nested:
+    if not (is_plain(x) and is_plain(y)) or x.ndim != y.ndim or x.ndim < 2 or x.is_nested or y.is_nested:
         return False
     if x.shape == y.shape and 0 not in x.stride() and 0 not in y.stride():  # nothing was expanded
         return False

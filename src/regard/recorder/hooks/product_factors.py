@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tap
+from .plain_tensors import is_plain
 
-__all__ = ["factors_of", "has_learned_queries", "is_computed", "is_layer", "is_layer_with_bias", "is_parameter"]
+__all__ = [
+    "factors_of",
+    "has_learned_queries",
+    "is_computed",
+    "is_layer",
+    "is_layer_with_bias",
+    "is_parameter",
+    "is_table",
+]
 
 
 def factors_of(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -33,7 +41,7 @@ def is_layer(factors: tuple[Any, ...]) -> bool:
     if len(factors) < 2:
         return False
     left, right, *_ = factors
-    if not (tap.is_plain(left) and tap.is_plain(right)):
+    if not (is_plain(left) and is_plain(right)):
         return False
     return is_parameter(right) or (is_parameter(left) and not has_learned_queries(left, right))
 
@@ -52,3 +60,13 @@ def is_parameter(x: Tensor) -> bool:
     """Whether a tensor is a parameter, or a view of one."""
     base = x if x._base is None else x._base
     return type(base) is torch.nn.Parameter or isinstance(base, torch.nn.Parameter)  # the latter is slow
+
+
+def is_table(module: torch.nn.Module | None, *sizes: torch.Size) -> bool:
+    """Whether an outer product of these sizes is that of positions and a module's constants, as of rotary embeddings.
+
+    The module has no parameters, and a buffer of one of the sizes.
+    """
+    if module is None or next(module.parameters(), None) is not None:
+        return False
+    return any(buffer.ndim == 1 and buffer.shape in sizes for buffer in module.buffers(recurse=False))

@@ -32,6 +32,7 @@ from ...core.scores.kinds import repeat_kv
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask, mask_of_cells
 from . import eager_attention, regard_nn, tap
+from .call_site import attribute
 from .layout import heads_come_first, may_be_heads_of_one, shared_axis_reason, split_heads
 
 __all__ = ["flash_like", "install"]
@@ -41,6 +42,9 @@ log = logging.getLogger("regard")
 
 def install() -> None:
     """Register every handler. Nothing changes in a thread without a listener."""
+    regard_nn.install()
+    if tap.is_complete():
+        return
     tap.intercept("scaled_dot_product_attention", on_sdpa, attends=True)
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
         tap.intercept(f"_scaled_dot_product_{kernel}", on_fused, attends=True)
@@ -48,7 +52,6 @@ def install() -> None:
     tap.intercept("_transformer_encoder_layer_fwd", on_encoder_layer, attends=True)
     tap.intercept("embedding", on_embedding)
     eager_attention.install()
-    regard_nn.install()
     if (flex := _flex_operator()) is not None:
         tap.intercept_higher_order(flex, _FLEX_NAMES, on_flex)
     if hasattr(torch.ops, "flash_attn") and hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
@@ -72,15 +75,19 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
         )
         return
     # Under autocast the operator casts first, to the type of its output.
-    q, k = q.to(out.dtype), k.to(out.dtype)
+    if q.dtype != out.dtype or k.dtype != out.dtype:
+        q, k = q.to(out.dtype), k.to(out.dtype)
     mask, batch = call["attn_mask"], listener.batch_size(q.shape[-2])
     q, k, v, mask = _broadcast(q, k, v, mask, out)
-    if batch != 1 and may_be_heads_of_one(q, k, v):
+    if batch != 1 and q.ndim == 3 and may_be_heads_of_one(q, k, v):
         batch = None  # as many heads as the pass has sequences are no reason to take them for these
     swapped = heads_come_first(q, site.module, batch) if q.ndim == 4 else False
     if swapped:
         q, k, v, mask = (None if x is None else x.transpose(0, 1) for x in (q, k, v, mask))
-    q4, k4, v4 = (split_heads(x, site.module, batch) for x in (q, k, v))
+    if q.ndim == k.ndim == v.ndim == 4:
+        q4, k4, v4 = q, k, v
+    else:
+        q4, k4, v4 = (split_heads(x, site.module, batch) for x in (q, k, v))
     if swapped is None or q4 is None or k4 is None or v4 is None:
         listener.refuse_at(frame, shared_axis_reason(site))
         return
@@ -104,7 +111,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor
 
 def _without_repeats(k: Tensor, v: Tensor, q: Tensor, module: Any) -> tuple[Tensor, Tensor]:
     """Keys and values without the copies that `repeat_kv` made for the query heads of a group."""
-    group = getattr(module, "num_key_value_groups", 1)
+    group = 1 if module is None else attribute(module, "num_key_value_groups", 1)
     if not isinstance(group, int) or group < 2 or k.ndim != 4 or k.shape[1] != q.shape[1] or k.shape[1] % group:
         return k, v
     few = k[:, ::group]

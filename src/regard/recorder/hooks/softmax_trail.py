@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import tap
 from .call_site import CallSite
+from .plain_tensors import memory_of
 
 __all__ = [
     "CHOSEN",
@@ -205,6 +206,7 @@ class EagerTracker:
         self.patience = 0  # operators until scores are given up that no softmax took
         self.open: list[OpenSoftmax] = []
         self.mixtures: dict[int, tuple[CallSite, int, StorageWeakRef]] = {}  # sites and rows, by storage
+        self.started = 0  # products and softmaxes so far
         self.refuse = refuse
 
     def add_product(
@@ -212,6 +214,7 @@ class EagerTracker:
     ) -> None:
         """A product of two computed tensors, in the module of that name; by default its last axes are the ends."""
         product = ScoreProduct(out.shape, name, flat, tuple(out.shape[-2:]) if ends is None else ends)
+        self.started += 1
         self.products.append(product)
         self.patience = max(self.patience, patience)
         self.add_scores(out, product)
@@ -225,7 +228,7 @@ class EagerTracker:
 
     def product_behind(self, x: Any) -> ScoreProduct | None:
         """The product that a tensor was made of, by whatever operators."""
-        if not self.scores or (x := tap.memory_of(x)) is None:
+        if not self.scores or (x := memory_of(x)) is None:
             return None
         product, storage = self.scores.get(storage_of(x), (None, None))
         return None if storage is None or storage.expired() else product
@@ -291,6 +294,7 @@ class EagerTracker:
         softmax = OpenSoftmax(site, product, axis, scores, is_flat, w.numel())
         softmax.add(w, Alias(None, w.stride(axis), w.shape[axis], altered))
         self.open.append(softmax)
+        self.started += 1
         tap.follow(True)
 
     def count_operator(self) -> None:
@@ -351,5 +355,5 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _tensors(value)
-        elif (x := tap.memory_of(value)) is not None:
+        elif (x := memory_of(value)) is not None:
             yield x

@@ -13,76 +13,36 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import FrameType, NoneType
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ..calls import AttentionCall
-    from .call_site import CallSite
-    from .eager_attention import EagerTracker
-
-from ...core.torch_state import in_backward, in_gradient_transform, in_jit_trace, is_zero_tensor
+from ...core.torch_state import in_backward, in_gradient_transform, in_jit_trace
+from .listener import Listener
+from .plain_tensors import memory_of, unreadable_kind
 
 __all__ = [
     "FOLLOW_KEY",
+    "PRODUCT_KEY",
     "RECORD_KEY",
     "Listener",
     "activate",
     "deactivate",
     "follow",
     "guarded",
+    "hear_products",
+    "hears_products",
     "intercept",
     "intercept_higher_order",
     "intercept_others",
-    "is_plain",
-    "is_readable",
+    "is_complete",
     "is_suspended",
     "listeners",
-    "memory_of",
     "suspended",
 ]
-
-
-class Listener(Protocol):
-    """The receiver of intercepted calls: one thread of `regard.record`, or one look of `regard.watch`."""
-
-    eager: EagerTracker
-    wants_ids: bool  # whether token ids are reported
-    wants_scores: bool  # whether eager attention is reported with its scores
-    wants_values: bool  # whether value vectors are reported
-    wants_grad: bool  # whether reported tensors are part of the autograd graph
-
-    def covers(self, model: nn.Module | None) -> bool:
-        """Whether it is a recording of the model that this thread itself opened."""
-
-    def call_site(self, frame: FrameType) -> CallSite | None:
-        """The module a call came from; None if it is not part of the model."""
-
-    def batch_size(self, rows: int, keys: int | None = None, count: int | None = None) -> int | None:
-        """The number of sequences of the running pass, if it is known; see `model_hooks.batch_size`."""
-
-    def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
-        """An attention call of `site`, or of its submodule of that name."""
-
-    def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
-        """Token ids that were looked up in a table of embeddings."""
-
-    def refuse(self, name: str, reason: str) -> None:
-        """Attention of the module `name` cannot be recorded."""
-
-    def retract(self, site: CallSite, reason: str) -> None:
-        """The last call of `site` was no attention after all."""
-
-    def refuse_at(self, frame: FrameType, reason: str) -> None:
-        """The same for the module that stands on the stack of `frame`."""
-
-    def compiling(self, frame: FrameType) -> None:
-        """A compiler is tracing attention; the code it makes may not call intercepted operators."""
 
 
 #: A handler of an intercepted operator: (listener, arguments by name, output, the caller's frame).
@@ -97,12 +57,14 @@ Skip = Callable[[tuple[Any, ...]], bool]
 #: A function that tells of a call: (arguments by position, by name, output, the caller's frame).
 CallReport = Callable[[tuple[Any, ...], dict[str, Any], Any, FrameType], None]
 
-#: Included while a thread records; FOLLOW_KEY, the first of the two, only while a listener follows scores or weights.
-RECORD_KEY, FOLLOW_KEY = "TESTING_ONLY_GenericWrapper", "TESTING_ONLY_GenericMode"
+#: Included while a thread records: attention is intercepted.
+RECORD_KEY = "TESTING_ONLY_GenericWrapper"
 
+#: Included as well, but in layers that do what another one did: products that may be scores are intercepted.
+PRODUCT_KEY = "DeferredInit"
 
-#: The types of tensors that no subclass has made into something else.
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+#: The first of the three, included only while a listener follows scores or weights.
+FOLLOW_KEY = "TESTING_ONLY_GenericMode"
 
 
 class _Thread(threading.local):
@@ -132,8 +94,13 @@ def _key(name: str) -> Any:
 
 
 @functools.cache
-def _both_keys() -> Any:
-    return torch._C.DispatchKeySet(_key(RECORD_KEY)) | torch._C.DispatchKeySet(_key(FOLLOW_KEY))
+def _all_keys() -> Any:
+    keys = [torch._C.DispatchKeySet(_key(name)) for name in (RECORD_KEY, PRODUCT_KEY, FOLLOW_KEY)]
+    return keys[0] | keys[1] | keys[2]
+
+
+def _include(name: str, on: bool) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(_key(name), on)
 
 
 def listeners() -> list[Any]:
@@ -144,7 +111,8 @@ def listeners() -> list[Any]:
 def activate(listener: Listener) -> None:
     """Report this thread's attention to the listener from now on."""
     _thread.listeners = [*_thread.listeners, weakref.ref(listener)]
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(RECORD_KEY), True)
+    _include(RECORD_KEY, True)
+    hear_products()
     if listener.eager.open or listener.eager.scores:  # it was paused
         follow(True)
 
@@ -157,8 +125,19 @@ def deactivate(listener: Listener) -> None:
 def _retain(live: list[Any]) -> None:
     _thread.listeners = [weakref.ref(listener) for listener in live]
     if not _thread.listeners:
-        torch._C._dispatch_tls_set_dispatch_key_included(_key(RECORD_KEY), False)
         follow(False)
+        _include(PRODUCT_KEY, False)
+        _include(RECORD_KEY, False)
+
+
+def hear_products() -> None:
+    """Intercept products that may be scores if a listener is to hear them; other attention is heard all the same."""
+    _include(PRODUCT_KEY, any(listener.hears_products for listener in listeners()))
+
+
+def hears_products() -> bool:
+    """Whether this thread intercepts products that may be scores."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_key(PRODUCT_KEY)))
 
 
 def follow(on: bool) -> None:
@@ -166,7 +145,7 @@ def follow(on: bool) -> None:
 
     Not inside torch.func.grad and its relatives, whose backward divides by wrapped tensors: no Python kernel takes.
     """
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(FOLLOW_KEY), on and not in_gradient_transform())
+    _include(FOLLOW_KEY, on and not in_gradient_transform())
 
 
 def _leaves_off(live: list[Any]) -> bool:
@@ -186,22 +165,40 @@ def suspended() -> Iterator[None]:
     if not _thread.listeners:
         yield
         return
-    with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
+    with torch._C._ExcludeDispatchKeyGuard(_all_keys()):
         yield
 
 
-@contextmanager
-def guarded(listener: Listener, frame: FrameType) -> Iterator[None]:
+class guarded:  # noqa: N801  a context manager; a generator would take as long as the handler
     """For the work of a handler: not intercepted, without gradients unless the listener wants them.
 
     Its errors never reach the model.
     """
-    grad = torch.is_grad_enabled() and not listener.wants_grad
-    try:
-        with torch._C._ExcludeDispatchKeyGuard(_both_keys()), torch.no_grad() if grad else nullcontext():
-            yield
-    except Exception as error:
-        listener.refuse_at(frame, f"recording it failed: {type(error).__name__}: {error}")
+
+    __slots__ = ("_frame", "_grad", "_keys", "_listener")
+
+    def __init__(self, listener: Listener, frame: FrameType) -> None:
+        self._listener, self._frame = listener, frame
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled() and not self._listener.wants_grad
+        self._keys = None if is_suspended() else torch._C._ExcludeDispatchKeyGuard(_all_keys())
+        if self._keys is not None:
+            self._keys.__enter__()
+        if self._grad:
+            torch._C._set_grad_enabled(False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._grad:
+            torch._C._set_grad_enabled(True)
+        if self._keys is not None:
+            self._keys.__exit__(kind, error, trace)
+        if kind is None or not issubclass(kind, Exception):
+            return False
+        self._listener.refuse_at(self._frame, f"recording it failed: {kind.__name__}: {error}")
+        return True
 
 
 def is_suspended() -> bool:
@@ -244,7 +241,7 @@ def intercept(
             library.impl(name, _kernel(op, report), key)
         else:
             _pass_through(FOLLOW_KEY)
-            library.impl(name, _kernel_at_rest(op, skip, report), RECORD_KEY)
+            library.impl(name, _kernel_at_rest(op, skip, report), key)
             library.impl(name, _kernel(op, report), FOLLOW_KEY)
         _libraries.append(library)
         _registered.add((key, f"{namespace}::{name}"))
@@ -270,7 +267,7 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
     """
     global _definitions
     definitions = _count_definitions()
-    if definitions is not None and definitions == _definitions:
+    if is_complete():
         return  # to list some thousand names takes longer than a small model
     every = set(torch._C._dispatch_get_all_op_names())
     with _lock:
@@ -278,7 +275,9 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
         for full_name in sorted(every - _visited_operators):
             _visited_operators.add(full_name)
             namespace, _, name = full_name.partition("::")
-            is_registered = any((own_key, full_name) in _registered for own_key in (RECORD_KEY, FOLLOW_KEY))
+            is_registered = any(
+                (own_key, full_name) in _registered for own_key in (RECORD_KEY, PRODUCT_KEY, FOLLOW_KEY)
+            )
             op = None if is_registered else _operator(namespace, name)
             if op is None or not _is_followed(op):
                 continue
@@ -286,6 +285,11 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
                 _other_libraries[namespace] = torch.library.Library(namespace, "IMPL")
             _other_libraries[namespace].impl(name, _other_kernel(op, handler), key)
         _definitions = definitions
+
+
+def is_complete() -> bool:
+    """Whether every operator has its handler: none was defined since they were registered."""
+    return _definitions is not None and _definitions == _count_definitions()
 
 
 def _count_definitions() -> tuple[int, int] | None:
@@ -312,7 +316,7 @@ def _is_followed(op: Any) -> bool:
 
 def _other_kernel(op: Any, handler: OtherHandler) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
+        with torch._C._ExcludeDispatchKeyGuard(_all_keys()):
             out = op(*args, **kwargs)
         live = [listener for listener in listeners() if listener.eager.open or listener.eager.scores]
         if live and not in_backward() and not in_jit_trace() and not _leaves_off(live):
@@ -325,16 +329,6 @@ def _other_kernel(op: Any, handler: OtherHandler) -> Callable[..., Any]:
         return out
 
     return kernel
-
-
-def is_readable(x: Tensor) -> bool:
-    """Whether a tensor holds plain numbers in memory of its own."""
-    return _unreadable_kind([x]) is None
-
-
-def is_plain(x: Any) -> bool:
-    """The same, quickly: whether it is certainly a tensor that can be read; nested ones count as such."""
-    return type(x) in _PLAIN and x.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _pass_through(key: str) -> None:
@@ -362,11 +356,12 @@ def _pass_through_higher_order(key: Any) -> None:
 
 def _kernel(op: Any, report: CallReport) -> Callable[..., Any]:
     """The operator, and then a report of the call."""
+    run, keys, guard = getattr(op, "_op", op), _all_keys(), torch._C._ExcludeDispatchKeyGuard
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
-            out = op(*args, **kwargs)
-        report(args, kwargs, out, sys._getframe(1))
+        with guard(keys):
+            out = run(*args, **kwargs)
+            report(args, kwargs, out, sys._getframe(1))
         return out
 
     return kernel
@@ -377,7 +372,7 @@ def _kernel_at_rest(op: Any, skip: Skip, report: CallReport) -> Callable[..., An
 
     A model calls it a dozen times a layer: everything here counts.
     """
-    run, include, key = getattr(op, "_op", op), torch._C._dispatch_tls_set_dispatch_key_included, _key(RECORD_KEY)
+    run, include, key = getattr(op, "_op", op), torch._C._dispatch_tls_set_dispatch_key_included, _key(PRODUCT_KEY)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         include(key, False)  # a third of what a guard costs
@@ -412,7 +407,7 @@ def _reporter(
         elif not in_backward() and (attends or not _leaves_off(live)):
             if not attends and any(listener.eager.scores for listener in live):
                 _carry(live, (*args, *kwargs.values()), out, frame, multiplies)
-            unreadable = _unreadable_kind((*args, *kwargs.values(), out), nested=not attends)
+            unreadable = unreadable_kind((*args, *kwargs.values(), out), nested=not attends)
             if skip is not None and unreadable is None and not any(one.eager.open for one in live) and skip(args):
                 return
             call = {**blank, **dict(zip(names, args, strict=False)), **kwargs}
@@ -468,32 +463,3 @@ def _pass_by(
             product = memory_of(out) if multiplies and out.ndim > 1 else None
             if product is not None and (site := listener.call_site(frame)) is not None:
                 listener.eager.add_product(product, site.name, flat=False, ends=tuple(out.shape[-2:]))
-
-
-def memory_of(x: Any) -> Tensor | None:
-    """The tensor of plain numbers that x holds; None if there is none."""
-    while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    is_plain = isinstance(x, Tensor) and not is_zero_tensor(x) and not torch._C._dispatch_keys(x).has(_key("Python"))
-    return x if is_plain and x.layout == torch.strided and not x.is_nested and not x.is_meta else None
-
-
-def _unreadable_kind(values: Iterable[Any], nested: bool = True) -> str | None:
-    """The kind of a tensor that holds no plain numbers, in lists as well; None when all do."""
-    for value in values:
-        if type(value) in (bool, int, float, NoneType):
-            continue
-        if isinstance(value, list | tuple):
-            if (kind := _unreadable_kind(value, nested)) is not None:
-                return kind
-        elif isinstance(value, Tensor):
-            if type(value) not in _PLAIN:
-                name = type(value).__name__
-                return "FakeTensor" if name in ("FakeTensor", "FunctionalTensor", "ProxyTensor") else name
-            if torch._C._functorch.is_functorch_wrapped_tensor(value):
-                return "wrapped by torch.func"
-            if value.is_meta:
-                return "meta"
-            if nested and (value.layout is not torch.strided or value.is_nested):
-                return "nested" if value.is_nested else "sparse"
-    return None
