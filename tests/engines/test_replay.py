@@ -587,6 +587,8 @@ def test_a_recorded_question_about_heads_brings_their_norm_along(outer, monkeypa
     q = torch.randn(*outer, 20, 16)
     W, want = regard.weights(q, mask=causal()), regard.weights(q.double(), mask=causal(), engine="reference")
     for _ in range(4):
-        torch.testing.assert_close(W.reduce_heads().entropy().double(), want.reduce_heads().entropy(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            W.reduce_heads().entropy().double(), want.reduce_heads().entropy(), rtol=0, atol=1e-5
+        )
     assert 2 <= len(norms) < 4  # computed and recorded, then replayed
     assert all(norm is not None for norm in norms)

@@ -306,7 +306,7 @@ def head_sums_kernel(
         here = tl.max(weights, 0)
         place = tl.where(here > largest, start + tl.argmax(weights, 0), place)
         largest = tl.maximum(here, largest)
-    tl.store(out_place + head * 3, largest.to(tl.float64))
+    tl.store(out_place + head * 3, largest.to(tl.float64))  # type: ignore[attr-defined]  # a tensor after the loop
     row, column = tl.load(query + head * blocks + place), tl.load(key + head * blocks + place)
     if ROWS > 1:
         row = row_of_largest(
