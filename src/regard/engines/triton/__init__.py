@@ -243,10 +243,6 @@ def _second_pass(problem: Problem, request: Request, names: tuple[str, ...], nor
 
     if "z" not in names or request.u is None:
         return forward_pass.column_pass(problem, names, norm, None, request.tiling)
-    if _has_few_wide_columns(problem, request.u):
-        others = tuple(name for name in names if name != "z")
-        results = forward_pass.column_pass(problem, others, norm, None, request.tiling) if others else {}
-        return {**results, "z": _by_weighted_rows(problem, request.u, norm)}
     parts = [
         forward_pass.column_pass(
             problem, *((names, norm, part, request.tiling) if n == 0 else (("z",), norm, part, None))
@@ -254,27 +250,6 @@ def _second_pass(problem: Problem, request: Request, names: tuple[str, ...], nor
         for n, part in enumerate(request.u.split(MAX_SIZE, -1))
     ]
     return {**parts[0], "z": torch.cat([part["z"] for part in parts], -1) if len(parts) > 1 else parts[0]["z"]}
-
-
-def _has_few_wide_columns(problem: Problem, u: Tensor) -> bool:
-    """Whether z = Wᵀ u is cheaper column by column: a product with float32 takes three of TF32, in small tiles."""
-    return u.dtype == torch.float32 and u.shape[-1] <= (1 if problem.q.dtype == torch.float32 else 8)
-
-
-def _by_weighted_rows(problem: Problem, u: Tensor, norm: Tensor) -> Tensor:
-    """z = Wᵀ u as what keys receive of rows that count u times: u_i w_ij = exp(s_ij − m_i) / (l_i / u_i)."""
-    from . import forward_pass
-
-    m, l = norm.unbind(-1)
-
-    def received(counts: Tensor) -> Tensor:
-        l_of_counts = torch.where(counts == 0, 0, l / counts)  # 0 is a row that sees no key
-        return forward_pass.column_pass(problem, ("received",), torch.stack([m, l_of_counts], -1), None, None)[
-            "received"
-        ]
-
-    columns = [x.expand(l.shape) for x in u.unbind(-1)]
-    return torch.stack([received(x.clamp(min=0)) - received((-x).clamp(min=0)) for x in columns], -1)
 
 
 def _as_key_mass(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
