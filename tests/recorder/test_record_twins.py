@@ -17,7 +17,7 @@ class Attention(nn.Module):
     """Attention that a switch outside of the module may change, as no attribute says."""
 
     other: dict[int, str] = {}  # noqa: RUF012
-    heard: list[bool] = []  # noqa: RUF012
+    flags: list[bool] = []  # noqa: RUF012
 
     def __init__(self, number):
         super().__init__()
@@ -25,7 +25,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        self.heard.append(tap.hears_products())
+        self.flags.append(tap.hears_products())
         way = self.other.get(self.layer_idx, "fused" if self.fused else "softmax")
         if way == "fused":
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -58,7 +58,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _nothing_switched(monkeypatch):
     monkeypatch.setattr(Attention, "other", {})
-    monkeypatch.setattr(Attention, "heard", [])
+    monkeypatch.setattr(Attention, "flags", [])
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def x():
 
 
 def recorded(net, x):
-    Attention.heard.clear()
+    Attention.flags.clear()
     plain = net(x)
-    Attention.heard.clear()
+    Attention.flags.clear()
     with regard.record(net) as seen:
         assert torch.equal(net(x), plain)
     return seen
@@ -84,19 +84,19 @@ def recorded(net, x):
 @torch.no_grad()
 def test_twins_of_a_heard_layer_are_not_heard(net, x):
     recorded(net, x)
-    assert Attention.heard == [True, True, False, False, False]
+    assert Attention.flags == [True, True, False, False, False]
     recorded(net, x)
-    assert Attention.heard == [False] * 5
+    assert Attention.flags == [False] * 5
 
 
 @torch.no_grad()
 def test_another_argument_class_or_attribute_is_heard(net, x):
     recorded(net, x)
     recorded(net, x[:, :5])
-    assert all(Attention.heard[:2])
+    assert all(Attention.flags[:2])
     net.blocks[2].attn.extra = 1
     recorded(net, x)
-    assert Attention.heard == [False, False, True, True, False]
+    assert Attention.flags == [False, False, True, True, False]
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ def test_a_layer_that_attends_in_another_way_unheard_is_named_and_heard_the_next
     assert [layer.name for layer in seen.layers] == [f"blocks.{n}.attn" for n in (0, 1, 2, 4)]
     assert "blocks.3.attn" in [name for name, _ in seen.refused]
     seen = recorded(net, x)
-    assert all(Attention.heard)
+    assert all(Attention.flags)
     assert [layer.name for layer in seen.layers] == [f"blocks.{n}.attn" for n in range(5) if way == "softmax" or n != 3]
     assert [name for name, _ in seen.refused] == ([] if way == "softmax" else ["blocks.3.attn"])
 

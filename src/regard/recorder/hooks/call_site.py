@@ -201,11 +201,11 @@ def _modules(frame: FrameType | None, innermost: bool = False) -> Iterator[tuple
         frame: The first one.
         innermost: Whether to end where the call of the first of them began: to look at a frame copies its variables.
     """
-    found = False
+    has_module = False
     while frame is not None:
         code = frame.f_code
         is_call = "call_impl" in code.co_name
-        if is_call and found and innermost:
+        if is_call and has_module and innermost:
             return
         # torch.jit.trace takes a model as its first argument, and runs others.
         if code.co_argcount and not (frame.f_globals.get("__name__") or "").startswith("torch.jit"):
@@ -215,7 +215,7 @@ def _modules(frame: FrameType | None, innermost: bool = False) -> Iterator[tuple
                 first = None
             # A softmax that is a module of its own belongs to the attention around it.
             if isinstance(first, nn.Module) and not isinstance(first, _OF_OTHERS):
-                found = True
+                has_module = True
                 yield frame, original_module(first)
         frame = frame.f_back
 

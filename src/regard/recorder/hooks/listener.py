@@ -1,4 +1,4 @@
-"""What receives intercepted calls: one thread of a recording, or one look of a watch."""
+"""The receiver of intercepted calls: one thread of a recording, or one look of a watch."""
 
 from __future__ import annotations
 

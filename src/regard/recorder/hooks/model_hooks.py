@@ -322,7 +322,7 @@ def _compiled_code_list() -> Callable[[Any], list[Any]] | None:
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """`model.named_modules()`, in its order, in a fifth of the time."""
-    found: list[tuple[str, nn.Module]] = []
+    every: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     stack = [("", model)]
     while stack:
@@ -330,12 +330,12 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if module in seen:
             continue
         seen.add(module)
-        found.append((name, module))
+        every.append((name, module))
         if module._modules:
             inside = f"{name}." if name else ""
             parts = [(inside + part, child) for part, child in module._modules.items() if child is not None]
             stack += parts[::-1]
-    return found
+    return every
 
 
 def _within(name: str, other: str) -> bool:

@@ -1,12 +1,12 @@
-"""Layers that do what a layer of their kind did: between their attention calls no product is intercepted.
+"""Twin layers, which repeat a layer of their kind: between their attention calls no product is intercepted.
 
 A model on fused kernels computes no scores of its own, and calls a dozen products, sums and means a layer, each of
 which takes as long in Python as the operator itself. So the operators between two calls are heard once for each pair of
 kinds of layers, and again wherever anything differs. Two layers are of one kind if they stand in one list, are made of
 the same classes, and their attention has the same plain attributes, but for its number.
 
-What is not heard cannot hide: softmax is intercepted always, and an attention module that ran without a call where its
-twin made one is named. Either ends the trust in the model, for this recording and those that follow.
+An unheard attention cannot hide: softmax is intercepted always, and an attention module that ran without a call
+where its twin made one is named. Either ends the trust in the model, for this recording and those that follow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "l
 
 _START, _END = -1, -2
 
-_UNREAD: tuple[int, tuple[str, ...], Any] = (-1, (), None)
+_NO_READER: tuple[int, tuple[str, ...], Any] = (-1, (), None)
 
 #: Regimes of a model that are remembered at once: lengths of prompts, mostly.
 REGIMES = 16
@@ -60,8 +60,8 @@ class Place(NamedTuple):
 
 
 @dataclass
-class _Heard:
-    """What was heard of the passes of one regime."""
+class _Stretches:
+    """The stretches that were heard in passes of one regime."""
 
     stretches: dict[tuple[int, int], int] = field(default_factory=dict)  # by their ends: other modules entered there
     first: str | None = None  # the name of the first call
@@ -70,10 +70,10 @@ class _Heard:
 
 @dataclass
 class _Memory:
-    """What was heard of a model's passes so far."""
+    """The stretches of a model that were heard so far, by regime."""
 
     kinds: dict[Any, int] = field(default_factory=dict)
-    regimes: dict[Any, _Heard] = field(default_factory=dict)
+    regimes: dict[Any, _Stretches] = field(default_factory=dict)
     structure: list[tuple[str, type]] = field(default_factory=list)  # the model's modules
     places: dict[str, tuple[Place, tuple[Any, ...]]] = field(default_factory=dict)  # by name: with its attributes
     #: How many attributes a module of a class has, which of them are plain, and a function that reads these.
@@ -110,7 +110,7 @@ class TwinLayers:
     ) -> None:
         self.modules, self._entered, self._tracker = modules, entered, tracker
         self.hears = True  # whether products are to be intercepted now
-        self._memory, self._heard = _memory_of(modules[0][1] if modules else None), _Heard()
+        self._memory, self._stretches = _memory_of(modules[0][1] if modules else None), _Stretches()
         self._positions: dict[str, int] = {}  # in `modules`, by name
         self._places: dict[str, Place] = {}
         self._at: Place | None = None  # the last call, if a pass is open
@@ -122,8 +122,8 @@ class TwinLayers:
         if regime not in regimes:
             if len(regimes) >= REGIMES:
                 regimes.clear()
-            regimes[regime] = _Heard()
-        self._heard = regimes[regime]
+            regimes[regime] = _Stretches()
+        self._stretches = regimes[regime]
         self._open(Place(_START, "", -1, ""))
 
     def call(self, name: str) -> list[str]:
@@ -138,9 +138,9 @@ class TwinLayers:
         missed = self._close(place.kind, name)
         before = self._at
         if before.kind == _START:
-            self._heard.first = name
+            self._stretches.first = name
         if place.prefix == before.prefix and place.number >= 0:
-            self._heard.next[before.kind] = place.number - before.number, place.suffix
+            self._stretches.next[before.kind] = place.number - before.number, place.suffix
         self._open(place)
         return missed
 
@@ -150,7 +150,7 @@ class TwinLayers:
             return []
         missed = self._close(_END, None) if completed else []
         if not completed:
-            self._heard.stretches.clear()
+            self._stretches.stretches.clear()
         self._at, self.hears = None, True
         return missed
 
@@ -167,8 +167,8 @@ class TwinLayers:
         tracker = self._memory_of_scores()
         self._at, self._before = place, tracker.started
         self._entered.clear()
-        is_known = self._memory.is_regular and (place.kind, self._kind_after(place)) in self._heard.stretches
-        self.hears = not is_known or bool(tracker.open or tracker.scores)
+        is_quiet = self._memory.is_regular and (place.kind, self._kind_after(place)) in self._stretches.stretches
+        self.hears = not is_quiet or bool(tracker.open or tracker.scores)
 
     def _close(self, kind: int, name: str | None) -> list[str]:
         """A stretch ends with a call of that kind and name: it was heard, or must be what its twin was."""
@@ -177,9 +177,9 @@ class TwinLayers:
         stretch = self._at.kind, kind
         if self.hears:
             if self._memory_of_scores().started == self._before and stretch != (_START, _END):
-                self._heard.stretches[stretch] = len(others)
+                self._stretches.stretches[stretch] = len(others)
             return []
-        if len(others) == self._heard.stretches.get(stretch, 0):
+        if len(others) == self._stretches.stretches.get(stretch, 0):
             return []
         self.distrust()
         return others
@@ -187,9 +187,9 @@ class TwinLayers:
     def _kind_after(self, place: Place) -> int:
         """The kind of the call that will follow one, by what followed its twins."""
         if place.kind == _START:
-            first = self._heard.first
+            first = self._stretches.first
             return _END if first is None else (self._places.get(first) or self._place(first)).kind
-        steps, suffix = self._heard.next.get(place.kind, (0, ""))
+        steps, suffix = self._stretches.next.get(place.kind, (0, ""))
         name = f"{place.prefix}{place.number + steps}{suffix}"
         if place.number < 0 or not (suffix or steps):
             return _END
@@ -212,18 +212,18 @@ class TwinLayers:
     def _place(self, name: str) -> Place:
         """The place of a module that attends, whose attributes are read anew."""
         self._find_modules()
-        at, found = self._positions.get(name), self._memory.places.get(name)
+        at, entry = self._positions.get(name), self._memory.places.get(name)
         own = () if at is None else self._attributes(self.modules[at][1])
         try:
-            is_same = found is not None and found[1] == own
+            is_same = entry is not None and entry[1] == own
             if not is_same:
-                found = self._find(name, at, own), own
-                self._memory.places[name] = found
+                entry = self._find(name, at, own), own
+                self._memory.places[name] = entry
         except (TypeError, RuntimeError):  # an attribute that has no hash, or a tensor
-            found = self._find(name, None, ()), ()
-        assert found is not None
-        self._places[name] = found[0]
-        return found[0]
+            entry = self._find(name, None, ()), ()
+        assert entry is not None
+        self._places[name] = entry[0]
+        return entry[0]
 
     def _find(self, name: str, at: int | None, own: tuple[Any, ...]) -> Place:
         kinds, match = self._memory.kinds, _IN_LIST.match(name)
@@ -238,7 +238,7 @@ class TwinLayers:
     def _attributes(self, module: nn.Module) -> tuple[Any, ...]:
         """The plain attributes of a module, but for its number, and its forward."""
         own, kind = vars(module), type(module)
-        count, names, read = self._memory.readers.get(kind, _UNREAD)
+        count, names, read = self._memory.readers.get(kind, _NO_READER)
         if count != len(own):
             names = tuple([name for name, x in own.items() if type(x) in _PLAIN and name not in _NUMBERS])
             read = operator.itemgetter(*names) if names else len
@@ -256,9 +256,9 @@ def _is_part(name: str, other: str) -> bool:
 
 
 def regime_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a pass was called with, but for the numbers in tensors: passes of one regime take the same paths."""
-    given = [(None, x) for x in args] + [*kwargs.items()]
-    passed = tuple([(name, x if type(x) in _PLAIN else (type(x), getattr(x, "ndim", None))) for name, x in given])
+    """The arguments of a pass but for numbers in tensors, and its settings: those of one regime take the same paths."""
+    arguments = [(None, x) for x in args] + [*kwargs.items()]
+    passed = tuple([(name, x if type(x) in _PLAIN else (type(x), getattr(x, "ndim", None))) for name, x in arguments])
     return torch.is_grad_enabled(), model.training, passed, _settings(vars(model).get("config"))
 
 
