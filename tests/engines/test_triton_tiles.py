@@ -14,15 +14,17 @@ from regard.engines.triton import tile_config
 
 #: Variants for sizes up to 64 or 128, which `forward_pass` and `topk_pass` choose by size.
 VARIANTS = {"short": 64, "narrow": 64, "many_stats": 64, "shared_kv": 128, "one_tile": 64}
-KERNELS = {name for table in (tile_config.HOPPER, tile_config.GLUON, tile_config.FLOAT32) for name, _ in table} - {
-    "backward"
-}
+#: What these Gluon kernels do not serve goes to kernels of other names.
+GLUON_ALONE = {"backward", "row_pass"}
+TABLES = (tile_config.HOPPER, tile_config.PAIRS, tile_config.GLUON, tile_config.FLOAT32)
+KERNELS = {name for table in TABLES for name, _ in table} - GLUON_ALONE
 
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
 def test_every_size_has_a_configuration(kernel: str) -> None:
+    table = tile_config.PAIRS if kernel.startswith("compare") else tile_config.HOPPER
     for size in range(8, VARIANTS.get(kernel, 256) + 1, 8):
-        assert tile_config._first(tile_config.HOPPER, kernel, size) is not None, size
+        assert tile_config._first(table, kernel, size) is not None, size
 
 
 def test_smaller_sizes_come_first() -> None:

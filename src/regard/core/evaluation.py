@@ -75,7 +75,7 @@ class LazyMatrix(NotElementwise, Shareable):
         *,
         one_head: bool = False,
         tokens: tuple[Tokens | None, Tokens | None] = (None, None),
-        flat: tuple[Any, list[Tensor]] | None = None,
+        flat: tuple[object, list[Tensor]] | None = None,
     ) -> None:
         """`flat`: the factors flattened, where they are already."""
         if not isinstance(factors, Factors):

@@ -7,7 +7,6 @@ holds detached tensors, copied where the model may write over them; `Weights` ar
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -95,7 +94,7 @@ class AttentionCall:
         """The score with its modifiers, the bias of the mask among them."""
         if self.full_score is not None:
             return self.full_score
-        score = _scaled_dot(self.scale)
+        score: Score = ScaledDot(self.scale)
         if self.softcap:
             score = score.softcap(self.softcap)
         if self.parsed_mask is not None and self.parsed_mask.bias is not None:
@@ -148,11 +147,6 @@ class SavedCall:
 
     def __copy__(self) -> SavedCall:
         return dataclasses.replace(self)  # a shallow copy shares the tensors, and their versions still matter
-
-
-@functools.lru_cache(maxsize=64)
-def _scaled_dot(scale: float | None) -> Score:
-    return ScaledDot(scale)
 
 
 def _unchanged(mask: Tensor, before: Tensor | int) -> bool:
