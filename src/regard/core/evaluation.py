@@ -87,6 +87,8 @@ class LazyMatrix(NotElementwise, Shareable):
         self._engine = engine
         self._one_head = one_head  # the head axis has size 1 and is not shown
         self._tokens = tokens
+        self._spec: Any  # of a tree
+        self._leaves: list[Tensor]
         self._spec, self._leaves = flat or flatten(factors)
         self._cache = ResultCache()
 
