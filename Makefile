@@ -3,7 +3,7 @@
 # make test-numerics    the numerics under other roundings and in plain PyTorch tiles (ten minutes); part of .ci/run
 # make test-configurations  20,000 random configurations against float64, gradients included (half an hour)
 # make test-ranks       a sequence over up to 8 processes, 300 cells and their gradients; some minutes
-# make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 16 settings, about 10 minutes each
+# make test-everywhere  the suite under every setting of MKL, ATen, threads and numba, in 10 runs of some 12 minutes
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
 #                       (both go on where they were stopped; python -m bench.tables puts their results into the docs)
 # make test-notebooks  the page, the widget and all that shows itself, in JupyterLab and marimo (needs Chromium; a minute)

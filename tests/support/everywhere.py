@@ -1,6 +1,6 @@
 """Run the suite under every setting that changes the rounding or the code path of a CPU: `make test-everywhere`.
 
-    python -m support.everywhere                     all settings, about 10 minutes each on 2 cores
+    python -m support.everywhere                     all settings, about 12 minutes each on 2 cores
     python -m support.everywhere --only COMPATIBLE   the settings whose names contain this word
     python -m support.everywhere --parts core        one part of the suite
 
@@ -20,24 +20,32 @@ from support import suite
 #: In a setting's variables: MKL takes this CPU for one of Intel's. Not a variable of the environment.
 AS_ON_INTEL = "mkl_as_on_intel"
 
-#: Name of a setting: its environment variables.
+#: Name of a setting: its environment variables. MKL, ATen, threads and numba round independently of each other, so one run has a
+#: value of each of them, and every value is in one run; what fails there is told apart by setting the variables one by one.
 SETTINGS: dict[str, dict[str, str]] = {
     "as it is": {},
-    "MKL_CBWR=COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
-    "MKL_CBWR=AVX2": {"MKL_CBWR": "AVX2"},
-    "MKL_CBWR=AVX512": {"MKL_CBWR": "AVX512"},
+    "MKL_CBWR=COMPATIBLE, ATen default, 2 threads": {
+        "MKL_CBWR": "COMPATIBLE",
+        "ATEN_CPU_CAPABILITY": "default",
+        "OMP_NUM_THREADS": "2",
+    },
+    "MKL_CBWR=AVX2, ATen avx2, 4 threads": {
+        "MKL_CBWR": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "OMP_NUM_THREADS": "4",
+    },
+    "MKL_CBWR=AVX512, numba for a generic CPU, 1 thread": {
+        "MKL_CBWR": "AVX512",
+        "NUMBA_CPU_NAME": "generic",
+        "NUMBA_CPU_FEATURES": "",
+        "OMP_NUM_THREADS": "1",
+    },
     "MKL as on Intel": {AS_ON_INTEL: "1"},
-    "OPENBLAS_CORETYPE=Haswell": {"OPENBLAS_CORETYPE": "Haswell"},
-    "OPENBLAS_CORETYPE=Nehalem": {"OPENBLAS_CORETYPE": "Nehalem"},
-    "ATEN_CPU_CAPABILITY=avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "ATEN_CPU_CAPABILITY=default": {"ATEN_CPU_CAPABILITY": "default"},
-    "1 thread": {"OMP_NUM_THREADS": "1"},
-    "2 threads": {"OMP_NUM_THREADS": "2"},
-    "4 threads": {"OMP_NUM_THREADS": "4"},
-    "numba for a generic CPU": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
     "no MKL, no GOMP": {"REGARD_BLAS": "torch"},
     "without numba": {"REGARD_HIDE": "numba"},
     "without numba and numpy": {"REGARD_HIDE": "numba,numpy"},
+    "OPENBLAS_CORETYPE=Haswell": {"OPENBLAS_CORETYPE": "Haswell"},
+    "OPENBLAS_CORETYPE=Nehalem": {"OPENBLAS_CORETYPE": "Nehalem"},
 }
 
 #: OpenBLAS multiplies for numpy alone: the interpreter of Triton's kernels.
