@@ -39,6 +39,15 @@ def test_takes_long():
         time.sleep(100)
 """
 
+#: As gpu/conftest.py does after an illegal access: a process ends with the test that spoiled its context.
+SPOILED = """
+import pytest
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        pytest.exit("spoiled", returncode=70)
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -79,6 +88,26 @@ def test_a_process_that_dies_costs_one_test_and_a_later_run_goes_on(folder: Path
     assert code == 0
     assert len(outcomes) == 10
     assert all((folder / f"ran{n}").read_text() == "x" for n in range(6)), "what had passed ran again"
+
+
+def test_a_spoiled_context_costs_one_test(folder: Path) -> None:
+    """An illegal access failed every later test of its process, whatever they test."""
+    (folder / "conftest.py").write_text(SPOILED)
+    (folder / "wrong").touch()
+    code, outcomes = run(folder)
+    assert code == 1
+    assert outcomes.pop("test_wrong") == "FAILED"
+    assert len(outcomes) == 9
+    assert {*outcomes.values()} == {"PASSED"}
+
+
+def test_a_failure_comes_with_its_reason(folder: Path, capsys) -> None:
+    (folder / "wrong").touch()
+    run(folder)
+    reasons = json.loads((folder / "state.json").read_text())["reasons"]
+    assert [name.partition("::")[2] for name in reasons] == ["test_wrong"]
+    assert "AssertionError" in reasons["test_toy.py::test_wrong"]
+    assert "test_wrong: AssertionError" in capsys.readouterr().out
 
 
 def test_a_test_that_is_running_at_the_end_has_no_outcome(folder: Path) -> None:

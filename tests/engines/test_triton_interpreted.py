@@ -42,30 +42,35 @@ def interpret(*arguments: object, script: str = "triton_interpreter.py") -> None
 
 
 @in_the_interpreter
+@pytest.mark.early
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_agree_with_float64_in_the_interpreter(part: int) -> None:
     interpret(part, PARTS)
 
 
 @in_the_interpreter
+@pytest.mark.early
 @pytest.mark.parametrize("part", range(2))
 def test_heads_together_agree_with_float64_in_the_interpreter(part: int) -> None:
     interpret(part, 2, "heads")
 
 
 @in_the_interpreter
+@pytest.mark.early
 @pytest.mark.parametrize("part", range(4))
 def test_losses_of_indexers_agree_with_float64_in_the_interpreter(part: int) -> None:
     interpret(part, 4, "indexers")
 
 
 @in_the_interpreter
+@pytest.mark.early
 @pytest.mark.parametrize("part", range(2))
 def test_tiles_agree_with_float64_in_the_interpreter(part: int) -> None:
     interpret(part, 2, "tiles")
 
 
 @in_the_interpreter
+@pytest.mark.early
 def test_a_replayed_loss_of_an_indexer_has_the_bits_of_a_direct_one() -> None:
     interpret(script="interpreted_tape.py")
 

@@ -2,7 +2,7 @@
 
 A test compiles kernels of its own for seconds on one core, so one process leaves a GPU idle and most cores of its host too. What
 fails beside others, where time and memory are shared, is run again alone. A run ends before its limit of time; with the same state
-file the next one goes on with what has not passed, as long as src/ and tests/ are what they were.
+file the next one goes on with what has not passed, as long as src/ and tests/ are what they were. The file also says why a test failed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +26,12 @@ from support.suite import ROOT, sources
 #: In the folder of the tests, without the project's own options: the machine of a GPU may lack the plugins that they name.
 PYTEST = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "--confcutdir", ".", "-p", "no:cacheprovider"]  # fmt: skip
 OUTCOME = re.compile(r"^(test_\w+\.py::.+) (PASSED|FAILED|ERROR|SKIPPED)\b")
+#: A line of pytest's summary, which comes last.
+REASON = re.compile(r"^(?:FAILED|ERROR) (test_\w+\.py::.+?) - (.+)")
+#: Status of a process whose GPU context a test spoiled (conftest.py): the tests after it are run by another one.
+CONTEXT_LOST = 70
+#: Seconds that pytest has for its summary when the time is up.
+GRACE = 5.0
 
 
 class Progress:
@@ -34,17 +41,32 @@ class Progress:
         self.path, self.lock = path, threading.Lock()
         self.began = time.monotonic()
         self.outcomes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         self.sources = sources()
         if path and path.exists():
             earlier = json.loads(path.read_text())
-            self.outcomes = earlier["outcomes"] if earlier["sources"] == self.sources else {}
+            if earlier["sources"] == self.sources:
+                self.outcomes, self.reasons = earlier["outcomes"], earlier["reasons"]
+
+    def write(self) -> None:
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            contents = {"sources": self.sources, "outcomes": self.outcomes, "reasons": self.reasons}
+            self.path.write_text(json.dumps(contents, indent=1))
+
+    def explain(self, test: str, reason: str) -> None:
+        """Keep why a test failed, and show it."""
+        with self.lock:
+            self.reasons[test] = reason
+            self.write()
+            print(f"{test}: {reason}", flush=True)
 
     def put(self, test: str, outcome: str) -> None:
         with self.lock:
             self.outcomes[test] = outcome
-            if self.path:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_text(json.dumps({"sources": self.sources, "outcomes": self.outcomes}, indent=1))
+            if outcome == "PASSED":
+                self.reasons.pop(test, None)
+            self.write()
             if outcome in ("FAILED", "ERROR") or len(self.outcomes) % 50 == 0:
                 print(f"{time.monotonic() - self.began:5.0f}s {len(self.outcomes)} tests; {test} {outcome}", flush=True)
 
@@ -64,7 +86,8 @@ def collected(folder: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins of the machine take a second of every start
+    return {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
 
 def run(folder: Path, tests: Sequence[str], progress: Progress, deadline: float, show: bool = False) -> None:
@@ -78,15 +101,25 @@ def run(folder: Path, tests: Sequence[str], progress: Progress, deadline: float,
         "text": True,
     }
     with subprocess.Popen(command, **options) as pytest:
-        timer = threading.Timer(max(deadline - time.monotonic(), 0), pytest.kill)
-        timer.start()
+        left = max(deadline - time.monotonic(), 0)
+        timers = [
+            threading.Timer(max(left - GRACE, 0), pytest.send_signal, [signal.SIGINT]),
+            threading.Timer(left, pytest.kill),
+        ]
+        for timer in timers:
+            timer.start()
         for line in pytest.stdout:
             lines.append(line)
             if (match := OUTCOME.match(line)) and match[1] in pending:
                 pending.discard(match[1])
                 progress.put(match[1], match[2])
-    timer.cancel()
-    if pending and time.monotonic() < deadline:  # the first test without an outcome took the process with it
+            if (match := REASON.match(line)) and match[1] in tests:
+                progress.explain(match[1], match[2])
+    for timer in timers:
+        timer.cancel()
+    lost = pytest.returncode == CONTEXT_LOST  # the test that failed last spoiled it
+    if pending and not lost and time.monotonic() < deadline - GRACE:
+        # The first test without an outcome took the process with it.
         progress.put(next(test for test in tests if test in pending), "ERROR")
     if show and pytest.returncode:
         print("".join(lines)[-4000:], flush=True)
