@@ -86,8 +86,9 @@ def collected(folder: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins of the machine take a second of every start
-    return {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    # Plugins of the machine take a second of every start; pytest cuts reasons to the width of the terminal.
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "400"}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
 
 def run(folder: Path, tests: Sequence[str], progress: Progress, deadline: float, show: bool = False) -> None:
