@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ import regard
 from regard.engines import triton
 
 SUPPORT = Path(__file__).parents[1] / "support"
-PARTS = 8
+
+
+def parts(of: int, quick: int) -> list[Any]:
+    """Numbers of parts; those from `quick` on are left to `make test-numerics`, which runs all: a part takes a minute or so."""
+    return [pytest.param(part, of, marks=[pytest.mark.slow] * (part >= quick)) for part in range(of)]
 
 
 def reads_arrays_of_one_number() -> bool:
@@ -43,30 +48,30 @@ def interpret(*arguments: object, script: str = "triton_interpreter.py") -> None
 
 @in_the_interpreter
 @pytest.mark.early
-@pytest.mark.parametrize("part", range(PARTS))
-def test_kernels_agree_with_float64_in_the_interpreter(part: int) -> None:
-    interpret(part, PARTS)
+@pytest.mark.parametrize(("part", "of"), parts(8, quick=5))
+def test_kernels_agree_with_float64_in_the_interpreter(part: int, of: int) -> None:
+    interpret(part, of)
 
 
 @in_the_interpreter
 @pytest.mark.early
-@pytest.mark.parametrize("part", range(2))
-def test_heads_together_agree_with_float64_in_the_interpreter(part: int) -> None:
-    interpret(part, 2, "heads")
+@pytest.mark.parametrize(("part", "of"), parts(2, quick=1))
+def test_heads_together_agree_with_float64_in_the_interpreter(part: int, of: int) -> None:
+    interpret(part, of, "heads")
 
 
 @in_the_interpreter
 @pytest.mark.early
-@pytest.mark.parametrize("part", range(4))
-def test_losses_of_indexers_agree_with_float64_in_the_interpreter(part: int) -> None:
-    interpret(part, 4, "indexers")
+@pytest.mark.parametrize(("part", "of"), parts(4, quick=2))
+def test_losses_of_indexers_agree_with_float64_in_the_interpreter(part: int, of: int) -> None:
+    interpret(part, of, "indexers")
 
 
 @in_the_interpreter
 @pytest.mark.early
-@pytest.mark.parametrize("part", range(2))
-def test_tiles_agree_with_float64_in_the_interpreter(part: int) -> None:
-    interpret(part, 2, "tiles")
+@pytest.mark.parametrize(("part", "of"), parts(2, quick=1))
+def test_tiles_agree_with_float64_in_the_interpreter(part: int, of: int) -> None:
+    interpret(part, of, "tiles")
 
 
 @in_the_interpreter
