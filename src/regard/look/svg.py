@@ -372,7 +372,7 @@ class _Square:
         broken = cell_places(torch.tensor(cells).isnan())
         self.elements += [marked_cells(hidden, left, y0, side), marked_cells(broken, left, y0, side, crossed=True)]
         self.elements.append(frame_rect(left, y0, m * side, n * side, PALE, 0.75))
-        if n == len(rows.labels) and lit in range(n):  # above the cells of the next row
+        if lit is not None and n == len(rows.labels) and lit < n:  # above the cells of the next row
             self.elements.append(frame_rect(left, y0 + lit * side, m * side, side, HUES[0], 1.5))
         self.right, self.bottom = left + m * side, y0 + n * side
         marks = "; hatched: the mask hides it" * bool(hidden) + "; crossed: not a number" * bool(broken)
