@@ -92,6 +92,20 @@ def test_the_curves_of_a_training_run_have_small_labels_and_steps(show: Any) -> 
     assert max(label.bounding_box()["height"] for label in labels.all()) <= 20
 
 
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_a_step_of_a_curve_stands_below_its_column_of_the_heads(show: Any, width: int) -> None:
+    shown = show(View(history()), width=width)
+    shown.tab.set_viewport_size({"width": width + 60, "height": 860})
+    shown.tab.wait_for_timeout(100)
+    for part in shown.tab.locator(".train").all():
+        heads = part.locator(".named .heat").bounding_box()
+        first, last = part.locator(".curve-of-steps polyline").evaluate(
+            "(x) => [x.points[0], x.points[x.points.length - 1]].map((at) => at.matrixTransform(x.getScreenCTM()).x)"
+        )
+        assert first == pytest.approx(heads["x"], abs=2)
+        assert last == pytest.approx(heads["x"] + heads["width"], abs=4)
+
+
 @pytest.mark.parametrize("width", [390, 1024])
 def test_the_axis_of_a_curve_has_round_numbers_and_fits_its_data(show: Any, width: int) -> None:
     axes: dict[str, tuple[Any, list[str]]] = {
