@@ -256,7 +256,9 @@ def test_products_of_queries_and_keys_are_not_called_those_of_words(show: Any) -
     k[2] = -q[2]
     shown = show(regard.weights(q, k).label(list("abcdef")).show(2), reduced_motion="reduce").view("story")
     assert tell(shown, 1)[2] < 0
-    assert "How alike are the query of “c”, what it looks for, and the key of every word" in shown.text(".telling")
+    assert "How alike are the query of “c”, what it looks for, and the key of every word, what it offers" in shown.text(
+        ".telling"
+    )
     basic = show(regard.weights(q).label(list("abcdef")).show(2), reduced_motion="reduce", name="basic.html")
     assert "How alike are “c” and every other word?" in basic.view("story").text(".telling")
 

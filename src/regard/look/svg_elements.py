@@ -106,9 +106,9 @@ def safe_xml(text: str) -> str:
 
 def fitted_width(text: str) -> float:
     """How wide a word is set that every font fits into its box; of letters beyond ASCII about: an n, wide ones two."""
-    known = [_WIDTHS[ord(letter) - 32] for letter in text if " " <= letter <= "~"]
+    thousandths = sum(_WIDTHS[ord(letter) - 32] for letter in text if " " <= letter <= "~")
     others = "".join(letter for letter in text if not " " <= letter <= "~")
-    return max(6.0, LETTERS * (sum(known) / 1000 + 0.56 * cell_width(others)))
+    return max(6.0, LETTERS * (thousandths / 1000 + 0.56 * cell_width(others)))
 
 
 def text_width(text: str) -> float:
