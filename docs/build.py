@@ -2,7 +2,7 @@
 
 Zensical's `--strict` fails on broken links. The docstring parser only prints its warnings (a parameter that the
 signature does not have, a return value without a type), so what is printed counts too. A page that would load anything
-from a network fails as well.
+from a network fails as well, and a table of parameters, whose last column, what they mean, a phone does not show.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ REQUEST = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//[^>]*>"""
     r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|preload|preconnect|icon))[^>]*\bhref=["']?(?:https?:)?//[^>]*>"""
 )
+#: The title of parameters before a table.
+PARAMETER_TABLE = re.compile(r"Parameters:</span>\s*</p>\s*<table")
 
 
 def main() -> int:
@@ -32,6 +34,7 @@ def main() -> int:
     problems = [line for line in output.splitlines() if not QUIET.fullmatch(line)]
     pages = sorted((ROOT / "site").rglob("*.html"))
     problems += [f"{page.name} loads {tag}" for page in pages for tag in REQUEST.findall(page.read_text())]
+    problems += [f"{page.name} has parameters in a table" for page in pages if PARAMETER_TABLE.search(page.read_text())]
     print("\n".join(problems) or f"{len(pages)} pages in site/, no warnings")
     return 1 if problems or built.returncode or not pages else 0
 

@@ -30,7 +30,7 @@ PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "spotlight": ("spotlight", [], 700, False),
     "spotlight-dark": ("spotlight", [], 700, True),
     "walk": ("walk", [("click", "dot-13")], 935, False),
-    "story": ("story", [("click", "chapter-3")], 900, False),
+    "story": ("story", [("click", "chapter-3")], 1030, False),
     "play": ("play", [("click", "forbid-13")], 1060, False),
     "square": ("square", [], 1000, False),
     "heads": ("overview", [], 720, False),
@@ -50,7 +50,7 @@ def main() -> None:
     changes = regard.compare(look_at(SENTENCE, model), wide, names=("tired", "wide"))
     _photograph(
         changes.show(word="it", title="What “it” looks at, before tired and before wide"),
-        {"compare": ("", [], 900, False)},
+        {"compare": ("", [], 1230, False)},
     )
     _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 940, False)})
     (FOLDER / "patterns.svg").write_text(_patterns())
@@ -134,6 +134,7 @@ def _photograph(view: Any, pages: dict[str, tuple[str, list[tuple[str, str]], in
             for act, key in acts:
                 getattr(page, act)(f'[data-key="{key}"]')
             page.mouse.move(1, 1)
+            page.evaluate("scrollTo(0, 0)")  # a click below brings its place into sight
             page.screenshot(path=FOLDER / f"{name}.png", animations="disabled")
             page.close()
         browser.close()

@@ -97,7 +97,11 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     weights._need_entire("snapkv")
     i, j = weights.shape[-2:]
     if at_least_one(window, "snapkv(window=)") > i or window >= j:
-        raise ValueError(f"snapkv(window=) must be at most the {i} queries and less than the {j} keys; got {window}.")
+        fits = max(1, min(i, j // 2))
+        raise ValueError(
+            f"snapkv(window=) must be at most the {i} queries and less than the {j} keys, which the window judges; "
+            f"got {window}. Pass a smaller one, such as window={fits}."
+        )
     if at_least_one(kernel, "snapkv(kernel=)") % 2 == 0:
         raise ValueError(f"snapkv(kernel=) must be odd; got {kernel}.")
     mean = weights.rows(slice(-window, None)).reduce_heads("mean", groups="kv").received()[..., :-window] / window
@@ -304,7 +308,8 @@ def _best_positions(layer: Any, scores: Tensor, n: int, number: int) -> Tensor:
     _need_scores(scores, f"evict: layer {number}")
     if scores.shape != layer.keys.shape[:-1]:
         raise ValueError(
-            f"evict: scores of layer {number} are {tuple(scores.shape)} and its keys {tuple(layer.keys.shape)}."
+            f"evict: layer {number} needs a score for each key of the cache, {tuple(layer.keys.shape[:-1])}; got "
+            f"{tuple(scores.shape)}. Ask for scores after the pass that filled it; what was evicted has none."
         )
     return keep(scores, n)
 

@@ -103,6 +103,9 @@ def test_eviction_leaves_the_best_keys_in_their_order() -> None:
     scores = torch.rand(2, B, G, T)
     kv.evict(cache, list(scores), 6)
     assert cache.get_seq_length() == T, "tokens that were seen, as caches of windows count"
+    needed = rf"layer 0 needs a score for each key of the cache, \({B}, {G}, 6\); got \({B}, {G}, {T}\)"
+    with pytest.raises(ValueError, match=needed):
+        kv.evict(cache, list(scores), 6)  # scores of keys that are gone
     for layer in range(2):
         for b in range(B):
             for g in range(G):
@@ -329,7 +332,9 @@ def test_errors_say_what_must_hold() -> None:
         kv.keep([0.5, 0.2], 1)
     with pytest.raises(ValueError, match=r"of the step's key heads, \(2, 3, 20\) after it; got \(2, 6, 20\)"):
         kv.update(torch.rand(B, H, T), W)
-    with pytest.raises(ValueError, match="less than the 20 keys; got 20"):
+    with pytest.raises(
+        ValueError, match=r"less than the 20 keys, .*; got 20\. Pass a smaller one, such as window=10\."
+    ):
         kv.snapkv(W, window=20)
     with pytest.raises(ValueError, match="must be odd; got 4"):
         kv.snapkv(W, window=4, kernel=4)

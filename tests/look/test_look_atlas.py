@@ -286,3 +286,58 @@ def test_a_thousand_thumbnails_are_drawn_at_once(show: Any) -> None:
     shown.view("overview")
     assert shown.tab.locator(".headcell canvas").count() == 1024
     assert time.perf_counter() - began <= 1.5
+
+
+def test_the_axes_of_the_scatter_are_named_as_in_their_menus(show: Any, it: View) -> None:
+    """They had the names of the fields: mean_distance_without_sink."""
+    shown = show(it).view("overview")
+    for by in ("mean_distance_without_sink", "sink"):
+        shown.choose("axis-y", by)
+        chosen = shown.tab.evaluate("document.querySelector('[data-key=\"axis-y\"]').selectedOptions[0].text")
+        named = shown.tab.locator(".scatter > text").all_text_contents()[-2:]
+        assert named == ["entropy", chosen]
+    assert "_" not in shown.text(".plot") + shown.tab.locator(".scatter").get_attribute("aria-label")
+    assert "_" not in "".join(shown.tab.locator(".scatter title").all_text_contents())
+
+
+def test_heads_of_the_tray_are_ringed_in_the_scatter(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    places = """(() => { const at = (x) => [x.getAttribute('cx'), x.getAttribute('cy')].join();
+        const named = Object.fromEntries([...document.querySelectorAll('.point')].map((x) => [at(x), x.textContent.split(':')[0]]));
+        return [...document.querySelectorAll('.scatter .ring')].map((x) => [named[at(x)], x.style.stroke]); })()"""
+    assert sorted(shown.tab.evaluate(places)) == [["layer 2, head 1", "var(--h0)"], ["layer 3, head 1", "var(--h1)"]]
+
+
+def test_points_of_one_layer_are_no_paler_than_those_of_many(show: Any, it: View) -> None:
+    """The later the layer, the stronger the colour: a single one had the colour of the first of many, next to white."""
+    least = """Math.min(...[...document.querySelectorAll('.point')].map((x) => { const [r, g, b] = x.style.fill.match(/\\d+/g).map(Number);
+        return Math.abs(250 - r); }))"""
+    one = show(regard.weights(torch.randn(4, 9, 8)).show(3)).view("overview")
+    assert one.tab.evaluate(least) > 150
+    assert one.texts(".grid tbody th") == [""], "a layer without a name has no number either"
+    assert "layer" not in one.text(".plot figcaption")
+    assert "the later the layer" in show(it, name="many.html").view("overview").text(".plot figcaption")
+
+
+def test_a_point_is_looked_at_beside_the_scatter(show: Any, it: View) -> None:
+    """The closer look stood above, out of sight, while one pointed at the points."""
+    shown = show(it, width=1440, height=900).view("overview")
+    point = shown.tab.locator(".point").nth(40)
+    point.scroll_into_view_if_needed()
+    point.hover()
+    name = point.locator("title").text_content().split(":")[0]
+    assert shown.text(".peek b") == name
+    box = shown.tab.locator(".peek b").first.bounding_box()
+    assert 0 <= box["y"] <= 900 - box["height"], "in sight"
+
+
+def test_the_head_of_a_window_is_marked_in_the_atlas(show: Any) -> None:
+    x = torch.randn(2, 400, 8, generator=torch.Generator().manual_seed(0))
+    shown = show(regard.weights(x, mask=regard.causal()).show(200))
+    shown.ask("page.vectors")
+    shown.view("spotlight")
+    heads = shown.ask("page.heads.map((head) => head.head)")
+    shown.view("overview")
+    marked = [one.get_attribute("data-key") for one in shown.tab.locator(".headcell.on").all()]
+    assert heads
+    assert sorted(marked) == sorted(f"head-0-{head}" for head in heads)

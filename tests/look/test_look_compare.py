@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,27 @@ def test_the_page_shows_both_patterns_and_the_change(show: Any, changes: Any) ->
     best = int((b - a).abs().argmax())
     assert number(shown.text('[data-read="change"]').lstrip("+")) == pytest.approx(float(b[best] - a[best]), abs=5.1e-3)
     assert shown.texts(".lonely .only") == ["only b", "only a", "only b"], "far, tired, wide"
-    assert shown.tab.locator(".triple canvas").count() == 4, "two patterns, their difference, the legend"
+    assert shown.tab.locator(".triple canvas").count() == 5, "two patterns, their difference, both scales"
     # A cell that the second gives more is blue, one that it gives less orange.
     colour = """([i, j]) => { const c = document.querySelectorAll('.triple .three canvas')[2];
         return [...c.getContext('2d').getImageData(j, i, 1, 1).data].slice(0, 3); }"""
     red, _, blue = shown.tab.evaluate(colour, [place, best])
     assert (blue > red) == (float(b[best]) > float(a[best]))
+
+
+def test_the_colours_of_a_change_have_a_scale_and_the_numbers_of_the_heads_a_unit(show: Any, changes: Any) -> None:
+    shown = show(changes.show(word="it"))
+    scale = shown.tab.locator(".legend.signed")
+    assert re.fullmatch(r"gives more:\s*tired\s*−1\s*1\s*wide", scale.inner_text().strip())
+    ends = scale.locator("canvas").evaluate(
+        "(c) => { const d = c.getContext('2d').getImageData(0, 0, c.width, 1).data, at = (n) => [...d.slice(4 * n, 4 * n + 3)]; return [at(0), at(c.width >> 1), at(c.width - 1)]; }"
+    )
+    first, middle, last = ends
+    colours = shown.ask("[page.paint.signed(-1), page.paint.tint(0), page.paint.signed(1)]")
+    assert [first, middle, last] == colours
+    assert "divergence of its rows in nats" in shown.text(".view > .hint")
+    phone = show(changes.show(word="it"), width=390, name="phone.html").tab.locator(".legend.signed").bounding_box()
+    assert phone["height"] < 30, "one line on a phone"
 
 
 def test_heads_and_words_are_reached_by_keyboard_and_linked(show: Any, changes: Any) -> None:

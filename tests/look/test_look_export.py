@@ -13,6 +13,7 @@ import torch
 import regard
 from regard.look import View
 from regard.look.svg import svg
+from regard.look.svg_elements import signed_fill
 from support.page_probe import CAT, history
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -100,8 +101,14 @@ def test_a_comparison_is_a_picture_of_two_squares_and_their_difference() -> None
     assert {"before", "after", "after − before", "cat (a)", "dog (b)"} <= set(texts)
     assert "“sat” → “" in root.find(f"{SVG}desc").text
     grey = [node for node in root.iter(f"{SVG}rect") if node.get("fill") == "#dcdfe4"]
-    # Words without a counterpart: a row and a column in either pattern, two rows in the difference.
-    assert len(grey) == 2 * (4 + 4 - 1) + 2 * 4
+    # Words without a counterpart: a row and a column in either pattern, two rows in the difference, and the legend.
+    assert len(grey) == 2 * (4 + 4 - 1) + 2 * 4 + 1
+    assert "one text has no such word" in texts
+    assert {"−1: before gives more,", "1: after does"} <= set(texts), "the change has a scale"
+    scale = [node.get("fill") for node in root.iter(f"{SVG}rect") if node.get("width") == "8.0"][10:19]
+    assert [f'fill="{fill}"' for fill in scale] == [signed_fill((n - 4) / 4) for n in range(9)]
+    same = svg(regard.compare(a, a, names=("before", "after")), word="sat", width="6.9in")
+    assert "no such word" not in same, "said only where it is so"
 
 
 def test_pdf_and_png_are_made_without_a_browser(tmp_path: Path) -> None:

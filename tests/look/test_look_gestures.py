@@ -184,6 +184,35 @@ def test_controls_of_the_walk_keep_the_focus(show: Any, it: View) -> None:
         assert shown.tab.evaluate(ACTIVE) == key
 
 
+def test_the_products_of_a_walk_are_one_stop_of_the_tab_key(show: Any) -> None:
+    """Of 197 patches each was a stop: who came by keys had to go through all of them."""
+    x = torch.randn(1, 197, 8, generator=torch.Generator().manual_seed(0))
+    shown = show(regard.weights(x).label([f"w{n}" for n in range(197)]).show(100)).view("walk")
+    keys, products = shown.tab.keyboard, shown.tab.locator('[data-key^="dot-"]')
+    assert products.count() == 197
+    stops = products.locator("xpath=self::*[@tabindex='0']")
+    assert [one.get_attribute("data-key") for one in stops.all()] == ["dot-100"], "that of the largest weight: its own"
+    stops.first.focus()
+    for press, place in (
+        ("ArrowRight", 101),
+        ("ArrowLeft", 100),
+        ("ArrowLeft", 99),
+        ("Home", 0),
+        ("ArrowLeft", 0),
+        ("End", 196),
+    ):
+        keys.press(press)
+        assert shown.tab.evaluate(ACTIVE) == f"dot-{place}"
+    named = shown.tab.locator(".steps tbody th").first.bounding_box()
+    for place in (0, 150, 20):
+        shown.tab.locator(f'[data-key="dot-{place + 1}"]').focus()
+        keys.press("ArrowLeft")
+        box = products.nth(place).bounding_box()
+        assert box["x"] >= named["x"] + named["width"] - 1, "not below the names of the steps"
+    keys.press("Enter")
+    assert shown.tab.evaluate(ACTIVE) == "dot-20"
+
+
 def test_a_head_that_is_opened_by_a_key_leaves_the_focus_on_the_lit_word(show: Any, it: View) -> None:
     shown = show(it).view("overview")
     shown.tab.focus('[data-key="head-3-1"]')

@@ -573,3 +573,34 @@ def test_a_script_loses_spaces_in_its_code_alone() -> None:
     )
     signs = "if (a + b - c / d) { x = `{ ${ { a } } }`; } else { y = a - -b + +c + ++d % e; }"
     assert page_html._without_spaces(signs) == "if (a+b-c/d){x=`{ ${{a}} }`;}else{y=a - -b + +c + ++d%e;}"
+
+
+@pytest.mark.parametrize("length", [4, 6, 10, 14])
+def test_a_causal_text_opens_where_its_word_sees_several_others(length: int) -> None:
+    """One of two keys always gets half: half of these opened on their second row, whatever the heads do."""
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "because",
+        "it",
+        "sleeps",
+        "in",
+        "sun",
+    ][:length]
+    for seed in range(6):
+        numbers = torch.Generator().manual_seed(seed)
+        q, k = torch.randn(2, 4, length, 8, generator=numbers)
+        view = regard.weights(q, k, mask=regard.causal()).label(words).show()
+        row = Read(view.html()).header["start"]["word"]
+        assert row + 1 >= max(3, length / 3)
+        first = str(view).split("most telling first")[1].splitlines()[2].split()[0]
+        assert first == words[row], "the terminal begins with the same word"
+    two = regard.weights(torch.randn(2, 2, 4), mask=regard.causal()).label(words[:2])
+    assert Read(two.show().html()).header["start"]["word"] == 1, "where there is no other row"

@@ -12,7 +12,7 @@ import torch
 import regard
 from regard.look import token_text
 from regard.look.svg import svg
-from regard.look.svg_elements import HUES, inches, tint_fill
+from regard.look.svg_elements import HUES, LETTERS, fitted_width, inches, tint_fill
 from support.look_subjects import HISTORY, TOKENS, WIDE, fake_recording
 from support.page_probe import HOSTILE, translation
 
@@ -49,8 +49,13 @@ def test_the_square_is_the_matrix():
     root = read(svg(seen, word="it", layer=1, head=2))
     w = seen[1, 2].dense()
     cells = [e for e in root.iter(f"{NAME}rect") if e.get("width") == e.get("height") and not e.get("stroke")][1:]
-    cells = [e for e in cells if float(e.get("width")) > 10]
+    ground, *cells = [e for e in cells if float(e.get("width")) > 10]
     assert len(cells) == int((w**0.6 >= 0.01).sum())
+    assert f'fill="{ground.get("fill")}"' == tint_fill(0.0), "what is next to 0 has the colour of 0, not of the paper"
+    assert float(ground.get("width")) == pytest.approx(15 * float(cells[0].get("width")), abs=0.2)
+    lit = next(e for e in root.iter(f"{NAME}rect") if e.get("stroke-width") == "1.5")
+    order = list(root.iter(f"{NAME}rect"))
+    assert order.index(lit) > max(map(order.index, cells)), "no cell covers a side of the lit row's frame"
     frame = next(e for e in root.iter(f"{NAME}rect") if e.get("stroke-width") == "0.75")
     left, top, side = float(frame.get("x")), float(frame.get("y")), float(cells[0].get("width"))
     for cell in cells:  # each shade stands at its own row and column
@@ -201,6 +206,23 @@ def test_letters_are_not_stretched(browser, tmp_path):
     for fitted, natural, word in widths:
         assert abs(fitted - natural) <= 0.3 * natural, word
     tab.close()
+
+
+def test_words_are_as_wide_as_helvetica_sets_them():
+    """By a rule of thumb some were a sixth too wide, with gaps between their letters, beside others without."""
+    by_hand = {
+        "cross": 500 + 333 + 556 + 500 + 500,
+        "tired": 278 + 222 + 333 + 556 + 556,
+        "[CLS]": 278 + 722 + 556 + 667 + 278,
+    }
+    for word, thousandths in by_hand.items():
+        assert fitted_width(word) == pytest.approx(LETTERS * thousandths / 1000), word
+    boxes = {
+        e.text: float(e.get("textLength"))
+        for e in read(svg(fake_recording(), word="it", part="lines")).iter(f"{NAME}text")
+        if e.get("textLength")
+    }
+    assert boxes["cross"] == pytest.approx(fitted_width("cross"), abs=0.06)
 
 
 def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path):

@@ -92,6 +92,20 @@ def test_the_curves_of_a_training_run_have_small_labels_and_steps(show: Any) -> 
     assert max(label.bounding_box()["height"] for label in labels.all()) <= 20
 
 
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_a_step_of_a_curve_stands_below_its_column_of_the_heads(show: Any, width: int) -> None:
+    shown = show(View(history()), width=width)
+    shown.tab.set_viewport_size({"width": width + 60, "height": 860})
+    shown.tab.wait_for_timeout(100)
+    for part in shown.tab.locator(".train").all():
+        heads = part.locator(".named .heat").bounding_box()
+        first, last = part.locator(".curve-of-steps polyline").evaluate(
+            "(x) => [x.points[0], x.points[x.points.length - 1]].map((at) => at.matrixTransform(x.getScreenCTM()).x)"
+        )
+        assert first == pytest.approx(heads["x"], abs=2)
+        assert last == pytest.approx(heads["x"] + heads["width"], abs=4)
+
+
 @pytest.mark.parametrize("width", [390, 1024])
 def test_the_axis_of_a_curve_has_round_numbers_and_fits_its_data(show: Any, width: int) -> None:
     axes: dict[str, tuple[Any, list[str]]] = {
@@ -289,6 +303,31 @@ def test_a_word_that_looks_outside_of_the_window_says_where(show: Any) -> None:
     near = shown.view("spotlight").tab.locator('[data-key="word-5"]')
     near.hover()
     assert "→" in shown.text(".hero"), "another row looks at words of the window"
+
+
+def test_next_to_nothing_in_a_window_is_no_headline(show: Any) -> None:
+    """A weight of 0.002 in the window stood there as "w500 → w499 0.00", in large letters, beside 0.99 outside of it."""
+    q, k = torch.zeros(600, 4), torch.zeros(600, 4)
+    q[500, 0] = 1.0
+    k[20, 0], k[499, 0] = 40.0, 28.0
+    W = regard.weights(q, k, mask=regard.causal()).label([f"w{n}" for n in range(600)])
+    assert 1e-4 < W["w500", "w499"].item() < 0.005
+    shown = show(W.show(500))
+    shown.ask("page.vectors")
+    shown.view("spotlight")
+    assert shown.text(".hero .tie").split() == ["w500", "looks", "elsewhere"]
+    assert "most goes to 20 w20 0.99" in shown.text(".hero .who") or "most goes to 20 w20 1.00" in shown.text(
+        ".hero .who"
+    )
+    assert shown.texts(".view ol.best li")[0].startswith("w499"), "the list still has it"
+
+
+def test_the_sentence_is_chosen_before_the_head_in_every_view(show: Any) -> None:
+    shown = show(translation().show("Haus"))
+    for view in ("story", "walk", "play", "square"):
+        shown.view(view)
+        keys = shown.tab.evaluate("[...document.querySelectorAll('main select')].map((x) => x.dataset.key)")
+        assert keys.index("stack") < keys.index("head"), view
 
 
 def test_outputs_of_a_long_sentence_are_those_around_the_lit_word(show: Any) -> None:

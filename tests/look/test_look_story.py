@@ -248,3 +248,25 @@ def test_words_from_right_to_left_do_not_turn_the_sentence_around_them(show: Any
     assert line == other
     assert left < right < places["weight"][0] or places["weight"][1] > line
     assert all(left <= x <= right for x, y in places["word"] if y == line)
+
+
+def test_products_of_queries_and_keys_are_not_called_those_of_words(show: Any) -> None:
+    """A word multiplied by itself gives no negative number; a query multiplied by the key of its own word does."""
+    q, k = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(3))
+    k[2] = -q[2]
+    shown = show(regard.weights(q, k).label(list("abcdef")).show(2), reduced_motion="reduce").view("story")
+    assert tell(shown, 1)[2] < 0
+    assert "How alike are the query of “c”, what it looks for, and the key of every word, what it offers" in shown.text(
+        ".telling"
+    )
+    basic = show(regard.weights(q).label(list("abcdef")).show(2), reduced_motion="reduce", name="basic.html")
+    assert "How alike are “c” and every other word?" in basic.view("story").text(".telling")
+
+
+def test_the_controls_of_a_story_begin_at_one_edge(narrated: Shown) -> None:
+    edge = narrated.tab.locator('[data-key="chapter-0"]').bounding_box()["x"]
+    slides = narrated.tab.locator('[data-key="story-slides"]')
+    starts = slides.evaluate(
+        "(x) => { const r = document.createRange(); r.selectNodeContents(x); return r.getBoundingClientRect().left; }"
+    )
+    assert starts == pytest.approx(edge, abs=2)

@@ -142,6 +142,11 @@ def test_a_typed_sentence_opens_its_own_page_and_the_address_has_no_word_of_it(o
     with running(PageServer(lambda: typed("the cat sat", None), look_at=typed)) as server:
         shown = opened(server)
         assert shown.text("h1") == "the cat sat"
+        edges = """[...document.querySelectorAll('header, .typing, .tabs')].map((x) => x.getBoundingClientRect()).map((x) => [x.top, x.bottom])"""
+        (_, head), (top, bottom), (tabs, _) = shown.tab.evaluate(edges)
+        assert min(top - head, tabs - bottom) >= 10, (
+            "the field keeps its distance from the rule above and the views below"
+        )
         shown.tab.fill("[data-key=typed]", "a private thing")
         shown.tab.press("[data-key=typed]", "Enter")
         shown.tab.locator("h1", has_text="a private thing").wait_for()

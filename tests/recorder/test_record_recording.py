@@ -277,3 +277,11 @@ def test_a_question_to_an_empty_recording_says_that_nothing_was_recorded(ask):
         pass
     with pytest.raises(IndexError, match="nothing was recorded"):
         ask(nothing)
+
+
+def test_a_model_that_was_refused_itself_is_named_as_the_model():
+    """Its name is empty, as that of every root module: the error read "Refused: : captured by torch.compile"."""
+    seen = regard.Recording([], [("", "captured by torch.compile")])
+    with pytest.raises(IndexError, match=r"Refused: \(the model\): captured by torch.compile\."):
+        seen[0]
+    assert "refused  (the model): captured" in repr(seen)

@@ -265,13 +265,18 @@ def overview(
 def _word_ties(
     layers: list[LayerView], rows: TokenGroups, cols: TokenGroups, head: int | None
 ) -> tuple[list[WordTie], int]:
-    """The strongest tie of every word, or of a sample of a long input; and how many heads have NaN."""
+    """The strongest tie of every word, or of a sample of a long input; and how many heads have NaN.
+
+    Words that see few others, as the first ones of a causal text, come last: one of two keys always gets half.
+    """
     best: dict[int, WordTie] = {}
     nan_heads: set[tuple[int, int]] = set()
+    seen: dict[int, int] = {}  # how many keys a word sees
     for view in layers:
         heads = range(view.heads) if head is None else [head % view.heads]
         for position, w, keys, beyond in _best_keys_of_words(view, rows, cols):
             nan_heads |= {(view.index, h) for h in heads if beyond[h] != beyond[h]}
+            seen[position] = max(seen.get(position, 0), int((w > 0).sum(-1).max()))
             label = rows.labels[position]
             if not _has_other_word(cols, position if view.same else None):
                 continue
@@ -281,7 +286,9 @@ def _word_ties(
             if beyond[h] > -float("inf") and (position not in best or beyond[h] > best[position].head.beyond):
                 tie = HeadTie(view.index, h, keys[h], float(w[h, keys[h]]), beyond[h])
                 best[position] = WordTie(position, keys[h], tie)
-    return sorted(best.values(), key=lambda tie: -tie.head.beyond), len(nan_heads)
+    most = max(seen.values(), default=0)
+    few = min(most, max(3, -(-most // 3)))
+    return sorted(best.values(), key=lambda tie: (seen[tie.word] < few, -tie.head.beyond)), len(nan_heads)
 
 
 def _best_keys_of_words(

@@ -29,6 +29,7 @@ from .svg_elements import (
     PALE,
     cell_places,
     document,
+    fitted_width,
     frame_rect,
     inches,
     marked_cells,
@@ -211,7 +212,10 @@ class _Arcs:
             self.elements.append(rect(MARGIN, top, 10, 10, f'fill="{HUES[n]}"'))
             for part in note_lines(text, line - 16):
                 self.elements.append(text_element(MARGIN + 16, top + 9, part, size=12))
-                self.right = max(self.right, MARGIN + 16 + text_width(part) * 12 / LETTERS)
+                wide = min(
+                    text_width(part), max(line - 16, fitted_width(part))
+                )  # one word alone may be wider than the line
+                self.right = max(self.right, MARGIN + 16 + wide * 12 / LETTERS)
                 top += 18
         return top
 
@@ -350,6 +354,8 @@ class _Square:
         label_height = max(map(text_width, across), default=0.0) * 0.85 + 10
         self.elements.append(text_element(MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
         y0 = top + 24 + label_height
+        # Weights next to 0 are not drawn one by one: they have this ground, as in the page.
+        self.elements.append(rect(left, y0, m * side, n * side, tint_fill(0.0)))
         for i, row in enumerate(cells):
             y = y0 + i * side
             bold = n == len(rows.labels) and i == lit
@@ -358,8 +364,6 @@ class _Square:
                 shade = x**0.6  # one scale, 0 to 1, as in the page
                 if shade >= 0.01:
                     self.elements.append(rect(left + j * side, y, side, side, tint_fill(shade)))
-            if bold:
-                self.elements.append(frame_rect(left, y, m * side, side, HUES[0], 1.5))
         for j, name in enumerate(across):
             x = left + (j + 0.5) * side + 3.5
             turned = f' transform="rotate(-90 {x:.1f} {y0 - 6:.1f})"'
@@ -368,6 +372,8 @@ class _Square:
         broken = cell_places(torch.tensor(cells).isnan())
         self.elements += [marked_cells(hidden, left, y0, side), marked_cells(broken, left, y0, side, crossed=True)]
         self.elements.append(frame_rect(left, y0, m * side, n * side, PALE, 0.75))
+        if lit is not None and n == len(rows.labels) and lit < n:  # above the cells of the next row
+            self.elements.append(frame_rect(left, y0 + lit * side, m * side, side, HUES[0], 1.5))
         self.right, self.bottom = left + m * side, y0 + n * side
         marks = "; hatched: the mask hides it" * bool(hidden) + "; crossed: not a number" * bool(broken)
         self._scale(left, "weight" if exact else "the largest weight in a tile", marks)

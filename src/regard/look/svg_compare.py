@@ -88,6 +88,8 @@ class _Squares:
         a, b = (pair.weights(side, range(len(pair.rows))) for side in (0, 1))
         self.marks = _marks(pair, a, b)
         in_both = [None not in place for place in pair.rows.places]
+        alone = [place for axis in (pair.rows, pair.cols) for place in axis.places if None in place]
+        self.lacking = f"one text has no such {pair.cols.units[0]}" if alone else ""
         change = (b.nan_to_num(nan=0.0) - a.nan_to_num(nan=0.0)).tolist()
         rows, cols = (numbered_texts(axis.labels, 14) for axis in (pair.rows, pair.cols))
         self.names = [_only(name, pair.rows.places[n]) for n, name in enumerate(rows)]
@@ -122,6 +124,7 @@ class _Squares:
     def _square(self, title: str, cells: list[list[str]], left: float, top: float, lit: int, *, first: bool) -> None:
         side, (n, m) = self.side, (len(cells), len(cells[0]))
         limit = max(4, int(m * side / (0.56 * LETTERS)))
+        self.elements.append(rect(left, top, m * side, n * side, tint_fill(0.0)))  # of weights next to 0
         self.elements.append(text_element(left, top - self.head + 8, clip(title, limit), 12, bold=True))
         for i, row in enumerate(cells):
             y = top + i * side
@@ -141,20 +144,20 @@ class _Squares:
     def _legend(self, left: float, end: float, first: str, second: str) -> None:
         """The scale and what colours and lines mean, in as many lines as it takes."""
         y = self.bottom + 14
-        for n in range(10):
-            self.elements.append(rect(left + n * 8, y, 8, 8, tint_fill(((n + 1) / 10) ** 0.6)))
-        parts: list[tuple[float | None, str]] = [(None, "0 to 1")]
-        parts += [(-0.6, f"{first} gives more"), (0.6, f"{second} gives more")]
+        weights = [tint_fill(((n + 1) / 10) ** 0.6) for n in range(10)]
+        changes = [signed_fill((n - 4) / 4) for n in range(9)]
+        parts = [(weights, "0 to 1"), (changes, f"−1: {first} gives more,"), ([], f"1: {second} does")]
+        parts += [([_MISSING], self.lacking)] if self.lacking else []
         for kind, text in enumerate(("hatched: masked", "crossed: not a number")):
-            parts += [(None, text)] if any(square[kind] for square in self.marks) else []
-        x = left + 86
-        for fill, text in parts:
-            size = text_width(text) * 0.85 + 12 * (fill is not None)
+            parts += [([], text)] if any(square[kind] for square in self.marks) else []
+        x = left
+        for fills, text in parts:
+            beside = 8 * len(fills) + 4 * bool(fills)
+            size = text_width(text) * 0.85 + beside
             if x + size > end and x > left:
                 x, y = left, y + 16
-            if fill is not None:
-                self.elements.append(rect(x, y, 8, 8, signed_fill(fill)))
-            self.elements.append(text_element(x + 12 * (fill is not None), y + 8, text, 10.5, PALE))
+            self.elements += [rect(x + n * 8, y, 8, 8, fill) for n, fill in enumerate(fills)]
+            self.elements.append(text_element(x + beside, y + 8, text, 10.5, PALE))
             x += size + 12
             self.right = max(self.right, x - 12)
         self.bottom = y + 12

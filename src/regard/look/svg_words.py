@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .svg_elements import MARGIN, right_to_left, text_width
+from .svg_elements import MARGIN, fitted_width, right_to_left
 from .token_text import is_special
 
 __all__ = ["WordBox", "flow_words", "one_line"]
@@ -43,7 +43,7 @@ def flow_words(names: dict[int, str], first: float, step: float, line: float) ->
     boxes: dict[int, WordBox] = {}
     x, y = MARGIN, first
     for place, text in names.items():
-        size = text_width(text)
+        size = fitted_width(text)
         if x + size > MARGIN + line and x > MARGIN:
             x, y = MARGIN, y + step
         boxes[place] = WordBox(x, y, size)
@@ -56,7 +56,7 @@ def flow_words(names: dict[int, str], first: float, step: float, line: float) ->
 
 def one_line(names: dict[int, str], line: float) -> bool:
     """Whether words fit into one line."""
-    return sum(map(text_width, names.values())) + _GAP * len(names) <= line
+    return sum(map(fitted_width, names.values())) + _GAP * len(names) <= line
 
 
 def _from_the_right(names: dict[int, str]) -> bool:

@@ -404,7 +404,10 @@ class Recording(LayerStack):
         return self
 
     def _refusal(self) -> str:
-        return f" Refused: {self.refused[0][0]}: {self.refused[0][1]}." if self.refused else ""
+        if not self.refused:
+            return ""
+        name, reason = self.refused[0]
+        return f" Refused: {name or '(the model)'}: {reason}."
 
     def __repr__(self) -> str:
         lines = [self._title()]
@@ -417,7 +420,7 @@ class Recording(LayerStack):
             lines.append(f"{layer.index:4d}  {layer.name:{width}}  {layer.kind:5}  {size}  {content}{mask}")
         if len(self.layers) > 24:
             lines.append(f"      … {len(self.layers) - 24} more")
-        lines += [f"refused  {name or '(model)'}: {reason}" for name, reason in self.refused]
+        lines += [f"refused  {name or '(the model)'}: {reason}" for name, reason in self.refused]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -4,6 +4,7 @@ import { edge, fixed, range } from "./numbers.js";
 import { el, heat } from "./elements.js";
 import { ARROWS } from "./square.js";
 import { LETTERS } from "./sentence.js";
+import { rootOf } from "./window.js";
 
 // Every head there is, also those whose weights the page does not hold, with its numbers.
 export function everyHead(page) {
@@ -103,7 +104,7 @@ export function grid(page, own, heads, act) {
       : order[at] && `head-${order[at].row}-${order[at].head}`;
     page.root.querySelector(`[data-key="${next}"]`)?.focus();
   };
-  const tray = page.heads.map((head) => head.id), reached = order.includes(own.at) ? own.at : order[0];
+  const tray = page.heads.map((head) => rootOf(head).id), reached = order.includes(own.at) ? own.at : order[0];
   const cell = (one) => {
     const x = rank(one), entropy = own.sort !== "given" && own.sort !== "tie" && own.by === "entropy";
     const strength = entropy ? 1 - part(x) : part(x), n = one.held ? tray.indexOf(one.held.id) : -1;
@@ -127,9 +128,9 @@ function byLayer(page, own, heads, cell) {
   const { all } = page.header, widest = Math.max(...all.map(([, , count]) => count)), rows = all.map(() => []);
   for (const one of heads) rows[one.row].push(one);
   return el("table", { class: widest > 24 ? "grid dense" : "grid", style: { "--heads": widest } },
-    el("caption", { class: "hidden", text: `${own.by} of every head` }),
+    el("caption", { class: "hidden", text: `${own.by.replaceAll("_", " ")} of every head` }),
     el("thead", {}, el("tr", {}, el("th", { scope: "col", text: all[0][1] ? "layer" : "" }),
       range(widest).map((h) => el("th", { scope: "col", text: String(h) })))),
     el("tbody", {}, all.map(([index, name], row) => el("tr", {},
-      el("th", { scope: "row", title: name, text: String(index) }), rows[row].map((one) => el("td", {}, cell(one)))))));
+      el("th", { scope: "row", title: name, text: all[0][1] ? String(index) : "" }), rows[row].map((one) => el("td", {}, cell(one)))))));
 }

@@ -1,7 +1,7 @@
 // Compare: two recordings on the words of both, a pair of heads at a time, and what changed.
 
 import { brief, clamp, count, edge, fixed, largest, range } from "./numbers.js";
-import { behind, el, lane, lanes, pooledHeat, word } from "./elements.js";
+import { behind, el, heat, lane, lanes, pooledHeat, word } from "./elements.js";
 import { THUMBNAIL } from "./atlas.js";
 import { numbered, patchColumns, unitsOf } from "./book.js";
 import { apart, copyWords } from "./sentence.js";
@@ -64,7 +64,8 @@ export function compare(page, box) {
   const lists = el("div", { class: "bars" }), maps = el("div", { class: "triple" });
   const cells = el("div", { class: "flow", role: "group", "aria-label": "Pairs of heads, those that differ most first" });
   box.append(hero, words, lists, el("h2", { text: `Every ${unit}: both patterns, and what changed` }), maps,
-    el("h2", { text: "Pairs of heads, those that differ most first" }), cells,
+    el("h2", { text: "Pairs of heads, those that differ most first" }),
+    el("p", { class: "hint", text: "The change, and below it layer·head and the divergence of its rows in nats, 0 to 0.69." }), cells,
     behind(`Weights of the lit ${unit}`, () => compareTable(page)));
   let drawn = null;
   return () => {
@@ -182,9 +183,8 @@ function threeMaps(page, pair, box, own) {
   const missing = missingColour(paint), weight = (side) => (i, j) => (pair.lacks(side, i, j) ? missing : paint.cell(pair.shown(side, i, j)));
   box.replaceChildren(map(names[0], weight(0)), map(names[1], weight(1)),
     map(`${names[1]} minus ${names[0]}`, (i, j) => changeColour(paint, pair, i, j)),
-    el("div", { class: "keys" }, legend(page, 1), el("span", {}, el("i", { class: "dot", style: { "--colour": "rgb(var(--minus))" } }),
-      " ", el("bdi", { text: names[0] }), " gives more"), el("span", {}, el("i", { class: "dot", style: { "--colour": "rgb(var(--plus))" } }),
-      " ", el("bdi", { text: names[1] }), " gives more"),
+    el("div", { class: "keys" }, legend(page, 1), el("p", { class: "legend signed", "aria-hidden": "true" }, el("i", { text: "gives more:" }), el("bdi", { text: names[0] }), "−1",
+      heat(1, 65, (_, c) => paint.signed(signed((c - 32) / 32))), "1", el("bdi", { text: names[1] })),
     missingWords(pair) ? el("span", {}, el("i", { class: "dot", style: { "--colour": paint.css(missing) } }), ` one ${pair.group.cols.patches ? "image" : "text"} has ${lacking(pair)}`) : "",
     el("span", { class: "legend" }, swatches(pair.sides.some((side) => side.includes(-1)), pair.js === null)),
     pair.tiled ? el("span", { text: "a cell is the largest weight, or change, in it" }) : ""));

@@ -4,11 +4,13 @@ import { count, range, sum } from "./numbers.js";
 import { choice, el, tick, word } from "./elements.js";
 import { VIEWS } from "./views.js";
 
-export function readingControls(page) {
+export const readingControls = (page) => [stackChoice(page), ...readingTicks(page)];
+
+// What is left out, and what is read as one.
+export function readingTicks(page) {
   const { rows, cols } = page.stack;
   const special = rows.special.size + cols.special.size > 0, merged = rows.words || cols.words;
   return [
-    stackChoice(page),
     special ? tick("hide special tokens", "hide", page.state.hide, (hide) => page.set({ hide })) : null,
     merged ? tick("merge pieces to words", "merge", page.state.merge, (merge) => page.set({ merge })) : null,
     page.state.hide && special

@@ -66,7 +66,7 @@ export function overview(page, box) {
   const axes = have.length > 1 ? el("div", { class: "controls" }, ...["x", "y"].map((name) =>
     choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, shortName(by)]), own[name],
       (by) => { own[name] = by; update(); page.writeAddress(); }))) : "";
-  box.append(bar, message, el("div", { class: "columns" }, el("div", {}, cells, scale), peek), axes, plot,
+  box.append(bar, message, el("div", { class: "columns" }, el("div", {}, cells, scale, axes, plot), peek),
     behind("Every head", () => [["layer", "head", ...have],
       heads.map((one) => [`${one.index} ${one.layer}`, String(one.head), ...have.map((by) => one.value(by) ?? "–")])]));
   return () => update();
@@ -173,23 +173,25 @@ function span(heads, by) {
 
 function scatter(page, own, heads, act) {
   const [width, height] = [520, 300], [sx, sy] = [span(heads, own.x), span(heads, own.y)], { paint } = page,
-    deepest = Math.max(1, page.header.all.length - 1);
-  const point = (one) => svg("circle", {
-    class: "point", r: 6, cx: sx.part(one.value(own.x)) * width, cy: height - sy.part(one.value(own.y)) * height,
-    style: { fill: paint.css(paint.tint(0.3 + (0.7 * one.row) / deepest)) },
-    onmouseenter: () => act.look(one), onclick: () => act.open(one),
-  }, svg("title", { text: `${one.name}: ${own.x} ${fixed(one.value(own.x), 2)}, ${own.y} ${fixed(one.value(own.y), 2)}` }));
+    deepest = page.header.all.length - 1, [across, up] = [own.x, own.y].map(shortName), tray = page.heads.map(rootOf);
+  const point = (one) => {
+    const [cx, cy] = [sx.part(one.value(own.x)) * width, height - sy.part(one.value(own.y)) * height], n = tray.indexOf(one.held);
+    return [n >= 0 && one.held && svg("circle", { class: "ring", r: 10, cx, cy, style: { stroke: page.colour(n) } }), svg("circle", {
+      class: "point", r: 6, cx, cy, style: { fill: paint.css(paint.tint(deepest ? 0.3 + (0.7 * one.row) / deepest : 0.75)) },
+      onmouseenter: () => act.look(one), onclick: () => act.open(one),
+    }, svg("title", { text: `${one.name}: ${across} ${fixed(one.value(own.x), 2)}, ${up} ${fixed(one.value(own.y), 2)}` }))];
+  };
   const text = (t, props) => svg("text", { class: "tiny", ...props, text: t });
   return el("figure", {},
     svg("svg", { class: "scatter", viewBox: `-66 -20 ${width + 86} ${height + 60}`, role: "img",
-      "aria-label": `${own.y} against ${own.x}, one point a head` },
+      "aria-label": `${up} against ${across}, one point a head` },
       svg("path", { class: "axis", d: `M-10 -10V${height + 10}H${width + 10}` }),
       text(near(sx.low), { x: 0, y: height + 26 }),
         text(near(sx.high), { x: width, y: height + 26, "text-anchor": "end" }),
       text(near(sy.low), { x: -14, y: height, "text-anchor": "end" }),
         text(near(sy.high), { x: -14, y: 4, "text-anchor": "end" }),
-      text(own.x, { x: width / 2, y: height + 34, "text-anchor": "middle" }),
-        text(own.y, { transform: `translate(-44 ${height / 2}) rotate(-90)`, "text-anchor": "middle" }),
+      text(across, { x: width / 2, y: height + 34, "text-anchor": "middle" }),
+        text(up, { transform: `translate(-44 ${height / 2}) rotate(-90)`, "text-anchor": "middle" }),
       heads.filter((one) => one.value(own.x) !== null && one.value(own.y) !== null).map(point)),
-    el("figcaption", { text: "One point a head; the later the layer, the stronger the colour." }));
+    el("figcaption", { text: `One point a head; ${deepest ? "the later the layer, the stronger the colour; " : ""}a ring marks those that all views show.` }));
 }

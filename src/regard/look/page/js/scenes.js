@@ -38,7 +38,8 @@ export function storyData(page) {
     const width = page.header.shape(embedded.x)[1], flat = page.header.array(embedded.x), t = stack.rows.length;
     const vector = (n) => few(flat.subarray(n * width, (n + 1) * width)), products = page.header.array(embedded.dots);
     Object.assign(data, { x: keys.map(vector), own: vector(i), everyAlike: all.map((j) => products[i * t + j]), width: embedded.size });
-  } else if (q) Object.assign(data, { x: keys.map((j) => few(k[j])), own: few(q[i]), everyAlike: raw, width: layer.d });
+  } else if (q) Object.assign(data, { x: keys.map((j) => few(k[j])), own: few(q[i]), everyAlike: raw, width: layer.d,
+    projected: !stack.same || q[i].some((x, n) => x !== k[i][n]) });
   data.alike = pick(data.everyAlike);
   if (q) Object.assign(data, { q: few(q[i]), k: keys.map((j) => few(k[j])) });
   return layNames(data);
@@ -242,8 +243,11 @@ function mostOf({ w, word, names, head, i }, gives) {
   return w[n] > 0 ? `“${word}” ${gives(names[n], fixed(w[n], 3))}` : `“${word}” ${outside(head, i) ? "looks elsewhere" : "may look at nothing"}`;
 }
 const origin = ({ unit }) => (unit === "patch" ? "image" : "sentence");
+// Vectors of words beside one another, or, where the page has none, a query and keys.
+const compared = ({ projected, word, unit }) => (projected ? `the query of “${word}”, what it looks for, and the key of every ${unit}, what it offers`
+  : `“${word}” and every other ${unit}`);
 export const CHAPTERS = [
-  { name: "Alike", draw: alike, seconds: 4, when: (d) => d.alike, say: (d) => `How alike are “${d.word}” and every ${d.same ? "other " : ""}${d.unit}? Two vectors are multiplied number by number, and the `
+  { name: "Alike", draw: alike, seconds: 4, when: (d) => d.alike, say: (d) => `How alike are ${compared(d)}? Two vectors are multiplied number by number, and the `
     + `products added: a dot product, of ${d.width} numbers each. The bars are these sums; of the vectors the first ${d.own.length} numbers are drawn.${listed(d)}` },
   { name: "Scale", draw: scaleDown, when: (d) => d.alike, say: (d) => `Sums of ${d.width} products get larger the more products there are, and large scores leave everything to one ${d.unit}. Divided by √${d.width} = `
     + `${fixed(Math.sqrt(d.width), 1)} they do not: softmax would give one ${d.unit} up to ${fixed(Math.max(...softmax(d.everyAlike)), 3)} before, ${fixed(Math.max(...softmax(d.everyAlike.map((x) => x / Math.sqrt(d.width)))), 3)} after.` },

@@ -55,7 +55,8 @@ function headline(page, hero, sheets, i) {
     // The row of a decoder chooses the word after it: that is the word which its weights explain.
     const next = page.stack.writes ? rows.names[i + 1] : undefined;
     if (next !== undefined) who.unshift("writing ", word(next), who.length ? "; " : "");
-    const tie = key === null ? [word(rows.names[i]), el("span", { class: "nothing", text: far ? " looks elsewhere" : " looks at nothing" })]
+    // A headline of 0.00 beside a large weight outside of the window would say the wrong thing.
+    const tie = key === null || (far?.weight >= 0.1 && w[i][key] < 0.005) ? [word(rows.names[i]), el("span", { class: "nothing", text: far ? " looks elsewhere" : " looks at nothing" })]
       : [word(rows.names[i]), el("span", { class: "arrow", text: " → " }), word(cols.names[key]), " ",
         el("b", { class: "weight", text: fixed(w[i][key], 2) })];
     return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot", text: sheets.length > 2

@@ -2,7 +2,7 @@
 
 import { clamp, fixed, largest, sum, weightText } from "./numbers.js";
 import { behind, el, hatching, heat, svg, word } from "./elements.js";
-import { fitChoice, headChoice, readingControls } from "./controls.js";
+import { fitChoice, headChoice, readingTicks, stackChoice } from "./controls.js";
 import { outside } from "./window.js";
 
 export function square(page, box) {
@@ -16,7 +16,7 @@ export function square(page, box) {
   return (resized) => {
     const sheet = page.head.sheet(page.state);
     if (resized === true || drawn?.sheet !== sheet || drawn.fit !== page.state.fit) {
-      bar.replaceChildren(...[headChoice(page), ...readingControls(page), fitChoice(page)].filter(Boolean));
+      bar.replaceChildren(...[stackChoice(page), headChoice(page), ...readingTicks(page), fitChoice(page)].filter(Boolean));
       drawn = matrix(page, stage, sheet);
     }
     const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];

@@ -1,6 +1,6 @@
 // Walk: the six steps of attention for one word.
 
-import { brief, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
+import { brief, clamp, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { behind, el, strip, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { walkOf } from "./address.js";
@@ -143,9 +143,16 @@ function stepsToWeights(page, steps, t, picked, onpick) {
     : "" },
     fixed(v, 2), mark(v, most))); };
   const largestProduct = steps.raw ? size(steps.raw) : 1;
+  // One stop for the tab key, and the arrow keys from there: a long sentence has hundreds of products.
+  const reached = picked ?? largest(steps.w), travel = (event, j) => {
+    const to = { ArrowLeft: j - 1, ArrowRight: j + 1, Home: 0, End: t - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    event.currentTarget.closest("tr").querySelector(`[data-key="dot-${clamp(to, 0, t - 1)}"]`)?.focus();
+  };
   const product = (x, j) => el("td", {}, el("button", {
-    class: "cell", "data-key": `dot-${j}`, "aria-pressed": String(picked === j), text: fixed(x, 2),
-    title: "the dot product, cell by cell", onclick: () => onpick(j),
+    class: "cell", "data-key": `dot-${j}`, "aria-pressed": String(picked === j), text: fixed(x, 2), tabindex: j === reached ? 0 : -1,
+    title: "the dot product, cell by cell; the arrow keys go to the next one", onclick: () => onpick(j), onkeydown: (event) => travel(event, j),
   }), mark(x, largestProduct));
   const weight = (w, j) => {
     const colour = paint.cell(w);
