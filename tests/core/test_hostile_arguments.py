@@ -202,6 +202,9 @@ def test_matrices_without_keys_compare_where_one_has_a_sink() -> None:
 def test_empty_lists_are_documents_and_lengths_of_nothing() -> None:
     assert regard.attend(torch.randn(0, 2), mask=regard.documents([])).shape == (0, 2)
     assert regard.attend(torch.randn(0, 2, 3, 4), mask=regard.padding([])).shape == (0, 2, 3, 4)
+    every_third = regard.padding([]) | torch.eye(3).bool() | regard.window(0, 0)
+    for mask in (every_third, regard.padding([]) & every_third):
+        assert regard.weights(torch.randn(0, 2, 3, 4), mask=mask).entropy().shape == (0, 2, 3)
 
 
 SETTINGS: dict[str, Callable[[Any], Any]] = {
