@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..block import take
 from ..pytree import register_node
+from ..tensor_kinds import readable_numbers
 from ..torch_state import is_tracing
 
 __all__ = ["HeadShares", "head_shares"]
@@ -63,6 +64,7 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         raise TypeError(
             f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
         )
+    weights = readable_numbers(weights, "reduce_heads(weights=)")
     if (
         weights.shape != (heads,)
         or weights.is_complex()
