@@ -309,9 +309,16 @@ def _best_positions(layer: Any, scores: Tensor, n: int, number: int) -> Tensor:
             f"evict: layer {number} of the cache holds no keys yet; call the model first, or pass None for its scores."
         )
     _need_scores(scores, f"evict: layer {number}")
-    if scores.shape != layer.keys.shape[:-1]:
+    if scores.shape != (shape := layer.keys.shape[:-1]):
+        per_query_head = scores.ndim == 3 and (scores.shape[0], scores.shape[2]) == (shape[0], shape[2])
+        hint = ""
+        if per_query_head and scores.shape[1] % shape[1] == 0:
+            hint = (
+                " A model that repeats its keys for every query head, as eager attention does, is recorded so: pass "
+                f"scores.unflatten(1, ({shape[1]}, -1)).mean(2)."
+            )
         raise ValueError(
-            f"evict: scores of layer {number} are {tuple(scores.shape)} and its keys {tuple(layer.keys.shape)}."
+            f"evict: scores of layer {number} are {tuple(scores.shape)} and its keys {tuple(layer.keys.shape)}.{hint}"
         )
     return keep(scores, n)
 
