@@ -14,10 +14,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .core.arguments import as_number
+from .core.broadcast import check_broadcast
 from .core.indexing import as_int
 from .core.rows.complete_rows import GradientProduct
 from .core.scores.kinds import repeat_kv
+from .core.scores.modifiers import need_floats
 from .core.shared import called_by_all_ranks
+from .core.tensor_kinds import readable_numbers
 from .core.torch_state import is_tracing
 from .core.weights import Weights, need_weights
 
@@ -50,7 +54,7 @@ def rollout(
     >>> regard.chains.rollout(layers, torch.eye(4), residual=0.0)[0]  # nothing but attention to four keys alike
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
-    stack = _square(layers, residual)
+    stack, residual = _square(layers, residual)  # type: ignore[assignment]  # a tensor with one number serves
     t = len(stack[0]._keys_here)
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-2] != t:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -88,7 +92,7 @@ def rollout_rows(
     >>> regard.chains.rollout_rows(layers, [1], value_norms=[torch.tensor([[3.0, 1.0, 1.0]] * 2)])
     tensor([[0.3750, 0.6250, 0.0000]])
     """
-    stack = _square(layers, residual)
+    stack, residual = _square(layers, residual)  # type: ignore[assignment]
     below = list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))
     numbers = _row_numbers(rows, stack[-1].shape[-1])
     u = _chosen(stack[-1], numbers)
@@ -148,14 +152,28 @@ def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, po
             f"x (..., {j}, c); got {got[0]}, {got[1]} and {got[2]}."
         )
 
+    own_heads, x_heads = (h,) if head_axis else (), (h,) if x.ndim == len(batch) + 3 else ()
+    _check_factor(dy, dy.shape[:-1], (*batch, *own_heads, i), "dy", weights)
+    _check_factor(v, v.shape[: -2 - len(own_heads)], batch, "v", weights)  # its heads may be those of keys
+    _check_factor(x, x.shape[:-1], (*batch, *x_heads, j), "x", weights)
+
     def full(t: Tensor, heads: bool) -> Tensor:
         """(b, h|1, length, size), batch axes as one."""
         t = t if heads else t.unsqueeze(-3)
         return t.expand(*batch, *t.shape[-3:]).reshape(math.prod(batch), *t.shape[-3:])
 
-    x = full(x, heads=x.ndim == len(batch) + 3)
+    x = full(x, bool(x_heads))
     question = GradientProduct(full(dy, head_axis), repeat_kv(full(v, head_axis), h), x, positive)
     return weights._ask_rows(question)[0]
+
+
+def _check_factor(t: Tensor, axes: Sequence[int], onto: Sequence[int], name: str, weights: Weights) -> None:
+    need_floats(t, f"gradient_relevance({name})")
+    check_broadcast(axes, onto, f"gradient_relevance({name}): axes", "those of the weights")
+    if t.device != weights.device:
+        raise ValueError(
+            f"gradient_relevance({name}) is on {t.device} and the weights on {weights.device}; move one with .to()."
+        )
 
 
 def _fit(dy: Tensor, v: Tensor, x: Tensor, sizes: tuple[int, int], heads: tuple[int, ...]) -> bool:
@@ -169,16 +187,20 @@ def _fit(dy: Tensor, v: Tensor, x: Tensor, sizes: tuple[int, int], heads: tuple[
 
 
 def _row_numbers(rows: Sequence[int] | Tensor, t: int) -> list[int]:
-    listed = rows.tolist() if isinstance(rows, Tensor) else rows
+    listed = readable_numbers(rows, "rollout_rows(rows)").tolist() if isinstance(rows, Tensor) else rows
     numbers = [as_int(row) for row in listed] if isinstance(listed, Iterable) else [None]
     if any(row is None or not -t <= row < t for row in numbers):
         raise IndexError(f"rollout_rows(rows) takes a list of positions below {t}; got {rows!r}.")
     return [row % t for row in numbers if row is not None]
 
 
-def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
+def _square(layers: Sequence[Weights], residual: float) -> tuple[list[Weights], float | Tensor]:
+    """The layers and the share of the residual stream, checked."""
     if isinstance(layers, Weights):
         raise TypeError("a rollout takes a list of Weights, one a layer; got one Weights. Of one layer: [W].")
+    if (share := as_number(residual)) is None or not 0 <= share <= 1:
+        raise ValueError(f"residual is a share between 0 and 1; got {residual!r}.")
+    layers = list(layers or ())
     if not layers:
         raise ValueError("a rollout needs at least one layer; got none.")
     for n, layer in enumerate(layers):
@@ -190,9 +212,7 @@ def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
         t, first = layer.shape[-1], layers[0].shape
         if layer.ndim < 3 or (*layer.shape[:-3], *layer.shape[-2:]) != (*first[:-3], t, t) or first[-1] != t:
             raise ValueError(f"layer {n} of a rollout must be (..., h, t, t) as the others; got {tuple(layer.shape)}.")
-    if not isinstance(residual, (int, float)) or not 0 <= residual <= 1:
-        raise ValueError(f"residual is a share between 0 and 1; got {residual!r}.")
-    return list(layers)
+    return layers, share
 
 
 def _of_layers(
@@ -205,11 +225,16 @@ def _of_layers(
             raise ValueError(f"{name} takes a tensor for each of {len(layers)} layers; got {len(option)}.")
     shares, norms = (_listed(option, len(layers)) for _, option in options)
     for n, (layer, share, norm) in enumerate(zip(layers, shares, norms, strict=True)):
+        for name, of_layer in (("head_weights", share), ("value_norms", norm)):
+            if isinstance(of_layer, Tensor):
+                readable_numbers(of_layer, f"{name}[{n}]")
         h, t = layer.shape[-3], len(layer._keys_here) if layer._shared else layer.shape[-1]
         if share is not None and (
-            not isinstance(share, Tensor) or share.shape != (h,) or not (is_tracing() or bool(share.sum() != 0))
+            not isinstance(share, Tensor) or share.shape != (h,) or not (is_tracing() or _divides(share.sum()))
         ):
-            raise ValueError(f"head_weights of layer {n}: a tensor of {h} numbers whose sum is not 0; got {share}.")
+            raise ValueError(
+                f"head_weights of layer {n}: a tensor of {h} finite numbers whose sum is not 0; got {share}."
+            )
         groups = layer._factors.k.shape[-3]
         if norm is not None and (
             not isinstance(norm, Tensor) or norm.ndim < 2 or norm.shape[-1] != t or norm.shape[-2] not in (1, groups, h)
@@ -222,6 +247,10 @@ def _of_layers(
         x if x is None else repeat_kv(x.unsqueeze(-1), layer.shape[-3]).squeeze(-1)
         for x, layer in zip(norms, layers, strict=True)
     ]
+
+
+def _divides(total: Tensor) -> bool:
+    return bool((total != 0) & total.isfinite())
 
 
 def _listed(option: Sequence[Tensor] | None, n: int) -> list[Tensor | None]:

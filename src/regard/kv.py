@@ -10,7 +10,7 @@ Scores are ``(..., kv_heads, j)``, larger is worth more; `evict` drops the rest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .core.arguments import at_least_one
 from .core.shared import called_by_all_ranks
+from .core.tensor_kinds import readable_numbers
 from .core.weights import Weights, need_weights
 
 __all__ = ["evict", "h2o", "keep", "oracle", "snapkv", "tova", "update"]
@@ -189,6 +190,9 @@ def _need_scores(scores: Any, what: str) -> None:
     if not isinstance(scores, Tensor) or not scores.ndim:
         got = "a number" if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(f"{what} takes a tensor (..., kv_heads, j), such as kv.h2o(W); got {got}.")
+    readable_numbers(scores, what)
+    if scores.is_complex() or scores.dtype == torch.bool:
+        raise TypeError(f"{what} takes numbers of which some are larger, such as kv.h2o(W); got {scores.dtype}.")
 
 
 def evict(cache: KVCache, scores: Sequence[Tensor | None], n: int) -> list[Tensor | None]:
@@ -228,6 +232,9 @@ def evict(cache: KVCache, scores: Sequence[Tensor | None], n: int) -> list[Tenso
             f"use_cache=True; got {type(cache).__name__}."
         )
     layers: list[Any] = list(cache.layers)
+    if not isinstance(scores, Iterable):
+        raise TypeError(f"evict(cache, scores) takes a list of scores, one a layer; got {type(scores).__name__}.")
+    scores = list(scores)
     if len(layers) != len(scores):
         raise ValueError(
             f"evict(cache, scores) takes scores of every layer; got {len(scores)} for {len(layers)} layers."
@@ -306,10 +313,17 @@ def _best_positions(layer: Any, scores: Tensor, n: int, number: int) -> Tensor:
             f"evict: layer {number} of the cache holds no keys yet; call the model first, or pass None for its scores."
         )
     _need_scores(scores, f"evict: layer {number}")
-    if scores.shape != layer.keys.shape[:-1]:
+    if scores.shape != (shape := layer.keys.shape[:-1]):
+        hint = "Ask for scores after the pass that filled it; what was evicted has none."
+        per_query_head = scores.ndim == 3 and (scores.shape[0], scores.shape[2]) == (shape[0], shape[2])
+        if per_query_head and scores.shape[1] % shape[1] == 0:
+            hint = (
+                "A model that repeats its keys for every query head, as eager attention does, is recorded so: pass "
+                f"scores.unflatten(1, ({shape[1]}, -1)).mean(2)."
+            )
         raise ValueError(
-            f"evict: layer {number} needs a score for each key of the cache, {tuple(layer.keys.shape[:-1])}; got "
-            f"{tuple(scores.shape)}. Ask for scores after the pass that filled it; what was evicted has none."
+            f"evict: layer {number} needs a score for each key of the cache, {tuple(shape)}; got "
+            f"{tuple(scores.shape)}. {hint}"
         )
     return keep(scores, n)
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .core import api
+from .core.arguments import as_number
 from .core.broadcast import check_broadcast
 from .core.rows.comparison import joint_batch
 from .core.rows.head_reduction import HeadReduction
 from .core.rows.key_choice import KeyChoice
 from .core.rows.questions import RowQuestions
 from .core.scores.kinds import Indexer
+from .core.scores.modifiers import need_floats
 from .core.shared import called_by_all_ranks
 from .core.types import MaskLike
 from .core.weights import Weights, need_weights
@@ -48,7 +50,7 @@ def entropy_floor(weights: Weights | HeadReduction, floor: float) -> Tensor:
     """
     matrix = weights._weights if isinstance(weights, HeadReduction) else weights
     need_weights(matrix, "entropy_floor(weights)")
-    _need_number(floor, "entropy_floor(floor)")
+    floor = _need_number(floor, "entropy_floor(floor)")  # type: ignore[assignment]
     lacking = (floor - weights.entropy()).clamp(min=0).sum()
     return weights._over_ranks(lacking, "entropy_floor") / max(1, math.prod(weights.shape[:-1]))
 
@@ -71,7 +73,7 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     tensor(0.5000)
     """
     need_weights(weights, "clip_factors(weights)")
-    _need_positive(threshold, "clip_factors(threshold)")
+    threshold = _need_positive(threshold, "clip_factors(threshold)")
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     largest = weights._over_ranks(largest, "clip_factors", "max")
@@ -98,7 +100,7 @@ def qk_clip(query: nn.Linear, key: nn.Linear, max_score: Tensor, threshold: floa
     >>> regard.losses.qk_clip(query, key, torch.tensor([50.0, 200.0]))
     tensor([1.0000, 0.5000])
     """
-    _need_positive(threshold, "qk_clip(threshold)")
+    threshold = _need_positive(threshold, "qk_clip(threshold)")
     for name, layer in (("query", query), ("key", key)):
         if not isinstance(layer, nn.Linear):
             raise TypeError(
@@ -134,15 +136,17 @@ def _factors_of(largest: Tensor, threshold: float) -> Tensor:
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
 
 
-def _need_number(x: Any, what: str) -> None:
-    if not isinstance(x, (int, float, Tensor)) or (isinstance(x, Tensor) and x.numel() != 1) or not x == x:
+def _need_number(x: Any, what: str) -> float | Tensor:
+    if (number := as_number(x)) is None:
         raise ValueError(f"{what} needs a number; got {x!r}.")
+    return number
 
 
-def _need_positive(x: float, what: str) -> None:
-    _need_number(x, what)
-    if not x > 0:
+def _need_positive(x: Any, what: str) -> float:
+    number = float(_need_number(x, what))
+    if not number > 0:
         raise ValueError(f"{what} needs a number > 0; got {x}.")
+    return number
 
 
 @called_by_all_ranks
@@ -190,7 +194,8 @@ def distillation(
     >>> regard.losses.distillation(teacher, student, ("qq", "kk", "vv")).shape
     torch.Size([])
     """
-    if not relations or not all(len(pair) == 2 and set(pair) <= {*"qkv"} for pair in relations):
+    named = isinstance(relations, Sequence) and all(isinstance(pair, str) and len(pair) == 2 for pair in relations)
+    if not relations or not named or not {*"".join(relations)} <= {*"qkv"}:
         raise ValueError(f"distillation(relations=) takes pairs of the letters q, k and v; got {relations!r}.")
     needed = max("qkv".index(letter) for pair in relations for letter in pair) + 1
     for name, tensors in (("teacher", teacher), ("student", student)):
@@ -232,6 +237,7 @@ def index_weights(q: Tensor, k: Tensor, w: Tensor, mask: MaskLike | None = None)
         not tensors
         or q.ndim < 3
         or k.ndim < 2
+        or not q.shape[-3]
         or w.shape[-2:] != (q.shape[-2], q.shape[-3])
         or k.shape[-1] != q.shape[-1]
     ):
@@ -239,6 +245,10 @@ def index_weights(q: Tensor, k: Tensor, w: Tensor, mask: MaskLike | None = None)
             "index_weights(q, k, w) takes q (..., n, i, d), k (..., j, d) and w (..., i, n); "
             f"got {shapes[0]}, {shapes[1]} and {shapes[2]}."
         )
+    for name, x in (("q", q), ("k", k), ("w", w)):
+        need_floats(x, f"index_weights({name})")
+        if x.device != q.device:
+            raise ValueError(f"index_weights: {name} is on {x.device} and q on {q.device}; move one with .to(device).")
     check_broadcast(w.shape[:-2], q.shape[:-3], "index_weights(w)", "the batch axes of q")
     wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), w.dtype)  # no number is rounded
     w = w.expand(*q.shape[:-3], *w.shape[-2:])

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .core.arguments import as_number
+from .core.indexing import as_int
 from .core.pytree import replace_fields
 from .core.rows.complete_rows import induction_targets
 from .core.scores.kinds import Dot
@@ -60,6 +62,9 @@ class HeadPatterns:
         >>> round(regard.patterns.classify(W).share(0, 0), 3)
         1.0
         """
+        for what, number, count in (("layer", layer, self.shares.shape[0]), ("head", head, self.shares.shape[1])):
+            if (at := as_int(number)) is None or not -count <= at < count:
+                raise IndexError(f"share({what}=) takes one of {count} {what}s, counted from 0; got {number!r}.")
         name, shares = self.names[layer][head], self.shares[layer, head]
         return float(shares[self.kinds.index(name)] if name in self.kinds else shares.max())
 
@@ -89,7 +94,7 @@ def classify(
     >>> regard.patterns.classify(previous).names
     (('previous',),)
     """
-    if not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
+    if (number := as_number(threshold)) is None or not 0 < number <= 1:
         raise ValueError(f"classify(threshold=) needs a number between 0 and 1; got {threshold!r}.")
     layers = [weights] if isinstance(weights, Shareable) or not isinstance(weights, Iterable) else list(weights)
     for layer in layers:
@@ -106,7 +111,7 @@ def classify(
         raise ValueError(
             f"classify(weights): all layers must have as many heads; got {counts}. Classify them one by one."
         )
-    names = tuple(tuple(_name(kinds, head, threshold) for head in layer) for layer in shares)
+    names = tuple(tuple(_name(kinds, head, float(number)) for head in layer) for layer in shares)
     return HeadPatterns(names, kinds, torch.stack(shares))
 
 

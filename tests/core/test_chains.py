@@ -122,7 +122,7 @@ def test_errors_say_what_must_hold() -> None:
         (lambda: chains.rollout([W.dense()], x), r"layer 0 of a rollout takes a Weights, .*; got Tensor"),
         (lambda: chains.rollout(stack, x[0]), r"\(..., 6, e\), a row for each position; got \(6,\)"),
         (lambda: chains.rollout(stack, x, residual="a"), "between 0 and 1; got 'a'"),
-        (lambda: chains.rollout(stack, x, head_weights=[torch.zeros(2)] * 3), "2 numbers whose sum is not 0"),
+        (lambda: chains.rollout(stack, x, head_weights=[torch.zeros(2)] * 3), "2 finite numbers whose sum is not 0"),
         (lambda: chains.rollout(stack, x, head_weights=[torch.rand(3)] * 3), "head_weights of layer 0: a tensor of 2"),
         (lambda: chains.rollout(stack, x, value_norms=[torch.rand(3, 6)] * 3), r"\(..., 2, 6\), .*; got \(3, 6\)"),
         (lambda: chains.rollout_rows(stack, [6]), r"positions below 6; got \[6\]"),

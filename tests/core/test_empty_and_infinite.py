@@ -316,6 +316,49 @@ def test_nan_at_a_key_that_one_row_sees_reaches_that_row(dtype: torch.dtype) -> 
     assert W.lse().isnan().tolist() == [False, False, True]
 
 
+ASKS: dict[str, Callable[[regard.Weights, Tensor], Tensor]] = {
+    "y": lambda W, v: W @ v,
+    "entropy": lambda W, v: W.entropy(),
+    "kl": lambda W, v: W.kl(regard.weights(v, mask=regard.causal())),
+    "heads": lambda W, v: W.reduce_heads(groups=2).entropy(),
+    "gather": lambda W, v: W.gather(torch.zeros(6, 1, dtype=torch.long)).squeeze(-1),
+    "row": lambda W, v: W[..., 0:4, :],
+    "cells": lambda W, v: W[..., 0:4, 1:6],
+    "scores": lambda W, v: W.scores[..., 0:4, 0:4],
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_a_key_of_nan_gives_no_gradient_to_rows_that_do_not_see_it(
+    ask: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba, "enabled", compiled and numba.enabled)
+    additive = regard.Additive(torch.ones(3, 2), torch.ones(3, 2), torch.ones(2))
+    for score in (regard.ScaledDot(), regard.Cosine().softcap(2.0), regard.Gaussian(), additive):
+        q, k, v = draw(2, 2, 6, 3), draw(2, 1, 6, 3), draw(2, 2, 6, 3)
+        gradients = []
+        for hidden in (NAN, 0.0):
+            k[:, :, 4] = hidden
+            queries = q.detach().clone().requires_grad_()
+            answer = ASKS[ask](regard.weights(queries, k, score=score, mask=regard.causal()), v)[:, :, :4]
+            assert not answer.isnan().any()
+            gradients += torch.autograd.grad(answer[answer.isfinite()].sum(), queries)
+        torch.testing.assert_close(gradients[0][:, :, :4], gradients[1][:, :, :4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_key_of_nan_that_one_head_hides_stays_with_the_other(dtype: torch.dtype) -> None:
+    q, k = draw(1, 2, 6, 3, dtype=dtype).requires_grad_(), draw(1, 1, 6, 3, dtype=dtype)
+    k[:, :, 4] = NAN
+    k.requires_grad_()
+    mask = torch.ones(2, 6, 6, dtype=torch.bool)
+    mask[0, :, 4] = False
+    regard.weights(q, k, mask=mask).entropy().sum().backward()
+    assert q.grad.isnan().flatten(2).any(-1).tolist() == [[False, True]]
+    assert k.grad[:, :, 4].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_query_of_nan_is_no_row_that_sees_nothing(engine: str, dtype: torch.dtype) -> None:
     q, k = draw(3, 2, dtype=dtype), draw(70, 2, dtype=dtype)

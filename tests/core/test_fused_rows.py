@@ -215,6 +215,16 @@ def test_what_head_kernels_do_not_compute_is_left_to_strips(answers: list[bool])
 
 
 @pytest.mark.usefixtures("small_head_tiles")
+@pytest.mark.parametrize("heads", [10, 28, 49])
+def test_a_mean_of_heads_divides_once(heads: int) -> None:
+    """49 times 1/49 is more than 1 in float32: of heads that are all on one key the mean is not that of one head."""
+    on_one_key = (100 * torch.randn(40, 8)).expand(heads, 40, 8).contiguous()
+    W, S = (regard.weights(q, mask=regard.causal()) for q in (on_one_key, torch.randn(1, 40, 8)))
+    mean, each = W.reduce_heads("mean"), W.reduce_heads("mean", groups=heads)
+    assert torch.equal(mean.cross_entropy(S)[0], each.cross_entropy(S)[0])
+    assert (mean.entropy() >= 0).all()
+
+
 def test_the_norm_of_heads_is_that_of_their_tiles() -> None:
     errors = []
     for _ in range(6):  # pooled: one draw may be lucky

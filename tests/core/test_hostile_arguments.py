@@ -7,14 +7,16 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import regard
+from regard import chains, kv, losses, nn, patterns
 from regard.distributed.checksums import describe
 
 q, v = torch.randn(2, 4, 5, 8), torch.randn(5, 3)
@@ -31,12 +33,12 @@ class Scorer:
         return self.p * (q @ k.mT)
 
 
-class Hidden(nn.Module):
+class Hidden(torch.nn.Module):
     """A module with a parameter that it does not list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.others = [nn.Parameter(torch.ones(1))]
+        self.others = [torch.nn.Parameter(torch.ones(1))]
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         return self.others[0] * (q @ k.mT)
@@ -145,6 +147,37 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a learned scale": (lambda: regard.ScaledDot(torch.tensor(2.0)), ValueError, "multiplies q"),
     "a sigma whose square is 0": (lambda: regard.Gaussian(1e-200), ValueError, "1e-18"),
     "lengths of words": (lambda: regard.padding("ab"), TypeError, "whole numbers"),
+    "an answer of petabytes": (lambda: W.pool(10**9, 10**9), MemoryError, "this answer would take"),
+    "tiles of petabytes by max": (lambda: R.pool(10**9, 10**9, by="max"), MemoryError, "this answer would take"),
+    "ten billion largest keys": (lambda: W.topk(10**10), MemoryError, "this answer would take"),
+    "a floor that is a flag": (lambda: losses.entropy_floor(W, True), ValueError, "needs a number; got True"),
+    "relations of numbers": (lambda: losses.distillation((q, q), (q, q), (1,)), ValueError, r"pairs of the letters.*got \(1,\)"),
+    "no index head": (lambda: losses.index_weights(q[0][:0], q[0, 0], torch.ones(5, 0)), ValueError, r"got \(0, 5, 8\)"),
+    "whole numbers in an index": (lambda: losses.index_weights(q[0].long(), q[0, 0], torch.ones(5, 4)), TypeError, r"index_weights\(q\)"),
+    "keys that are kept by flags": (lambda: kv.keep(torch.ones(2, 5).bool(), 1), TypeError, "got torch.bool"),
+    "scores of no layer": (lambda: kv.evict(SimpleNamespace(layers=[]), None, 1), TypeError, "a list of scores.*NoneType"),
+    "head weights of nan": (
+        lambda: chains.rollout([W], torch.eye(5), head_weights=[torch.full((4,), torch.nan)]), ValueError, "finite numbers",
+    ),
+    "relevance for heads that are not there": (
+        lambda: chains.gradient_relevance(W[0], q[0], q[0], torch.ones(3, 5, 5)), ValueError, r"gradient_relevance\(x\)",
+    ),
+    "relevance of sequences that are not there": (
+        lambda: chains.gradient_relevance(W[0], torch.ones(7, 4, 5, 8), q[0], torch.eye(5)), ValueError, r"gradient_relevance\(dy\)",
+    ),
+    "relevance of complex numbers": (
+        lambda: chains.gradient_relevance(W, q + 0j, q, torch.eye(5)), TypeError, r"gradient_relevance\(dy\).*complex64",
+    ),
+    "a head that is not named": (lambda: patterns.classify(W).share(0, 9), IndexError, "one of 4 heads.*got 9"),
+    "a flag for a number of heads": (lambda: nn.SelfAttention(8, heads=True), TypeError, "heads must be a whole number"),
+    "ids in a list": (lambda: nn.LanguageModel(9, dim=8, layers=1, heads=1)([[1, 2]]), TypeError, "ids must be a tensor"),
+    "a projection elsewhere": (
+        lambda: regard.attend(q, score=regard.Bilinear(torch.ones(8, 8, device="meta"))), ValueError, r"\(8, 8\) of the score Bilinear is on meta",
+    ),
+    "a parameter elsewhere": (
+        lambda: regard.attend(q, score=regard.Similarity(lambda q, k, p: q @ k.mT * p, torch.ones(1, device="meta"))),
+        ValueError, "of the score Similarity is on meta",
+    ),
     "one id": (lambda: regard.documents(3), ValueError, "one id a position"),
 }  # fmt: skip
 
@@ -156,6 +189,37 @@ def test_it_is_refused_by_name(call: Callable[[], Any], error: type[Exception], 
     assert re.search(text, str(caught.value.args[0]))
 
 
+#: Tensors whose numbers say what is asked.
+SAYING: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+    "gather": (W.gather, torch.zeros(5, 1).long()),
+    "segment_mass": (W.segment_mass, torch.zeros(5).long()),
+    "segments in a list": (lambda x: W.segment_mass([x]), torch.zeros(5).long()),
+    "mass": (W.mass, torch.ones(5).bool()),
+    "induction_mass": (W.induction_mass, torch.zeros(5).long()),
+    "distance_histogram": (W.distance_histogram, torch.tensor([1, 2])),
+    "blocks": (lambda x: W.recall(x, block=(5, 5)), torch.ones(1, 1).bool()),
+    "weights of heads": (lambda x: W.reduce_heads(weights=x), torch.ones(4)),
+    "an index": (lambda x: W[..., x, 0], torch.ones(1).long()),
+    "padding": (lambda x: regard.padding(x), torch.ones(2).long()),
+    "documents": (lambda x: regard.documents(x), torch.ones(5).long()),
+    "kv.keep": (lambda x: kv.keep(x, 1), torch.ones(2, 5)),
+    "kv.update": (lambda x: kv.update(x, W), torch.ones(2, 4, 4)),
+    "weights of a rollout": (lambda x: chains.rollout([W], torch.eye(5), head_weights=[x]), torch.ones(4)),
+    "norms of a rollout": (lambda x: chains.rollout([W], torch.eye(5), value_norms=[x]), torch.ones(4, 5)),
+    "rows of a rollout": (lambda x: chains.rollout_rows([W], x), torch.ones(1).long()),
+}
+
+
+@pytest.mark.parametrize("call", SAYING)
+def test_numbers_that_are_not_in_memory_are_refused_by_name(call: str) -> None:
+    ask, x = SAYING[call]
+    ask(x)
+    with pytest.raises(TypeError, match=r"must be a dense tensor.*torch.sparse_coo"):
+        ask(x.to_sparse())
+    with pytest.raises((NotImplementedError, ValueError), match=r"is on (the )?meta"):
+        ask(x.to("meta"))
+
+
 def test_a_matrix_is_equal_to_itself_alone() -> None:
     same = W
     assert same == W
@@ -163,6 +227,36 @@ def test_a_matrix_is_equal_to_itself_alone() -> None:
     assert W != "a word"
     assert W in [W]
     assert len({W, W, R}) == 2
+
+
+def test_real_numbers_of_numpy_and_of_tensors_are_numbers() -> None:
+    half = 0.5
+    for number in (np.float32(half), torch.tensor(half)):
+        assert torch.equal(W.cover(number, 2, 2), W.cover(half, 2, 2))
+        assert losses.entropy_floor(W, number) == losses.entropy_floor(W, half)
+        assert torch.equal(losses.clip_factors(W, number), losses.clip_factors(W, half))
+        assert torch.equal(chains.rollout([W], torch.eye(5), residual=number), chains.rollout([W], torch.eye(5)))
+        assert patterns.classify(W, threshold=number).names == patterns.classify(W, threshold=half).names
+
+
+def test_a_key_that_no_query_is_there_to_see_gets_no_gradient_of_nan() -> None:
+    q, k = torch.randn(2, 0, 3), torch.full((2, 5, 3), torch.nan, requires_grad=True)
+    W = regard.weights(q, k, score="cosine", mask=regard.causal(), align="end")
+    W.received().sum().backward()
+    assert k.grad is None or not k.grad.any()
+
+
+def test_tokens_in_a_list_may_be_tensors() -> None:
+    ids = torch.tensor([1, 2, 1, 2, 1])
+    assert torch.equal(W.induction_mass(list(ids)), W.induction_mass(ids))
+
+
+def test_layers_and_scores_may_come_one_by_one() -> None:
+    assert torch.equal(chains.rollout(iter([W, W]), torch.eye(5)), chains.rollout([W, W], torch.eye(5)))  # type: ignore[arg-type]
+    layer = SimpleNamespace(keys=torch.ones(1, 2, 5, 4), values=torch.ones(1, 2, 5, 4))
+    (stay,) = kv.evict(SimpleNamespace(layers=[layer]), iter([torch.arange(10.0).reshape(1, 2, 5)]), 2)  # type: ignore[arg-type]
+    assert stay is not None
+    assert stay.tolist() == [[[3, 4], [3, 4]]]
 
 
 def test_numbers_of_numpy_and_of_tensors_are_numbers() -> None:
@@ -202,6 +296,9 @@ def test_matrices_without_keys_compare_where_one_has_a_sink() -> None:
 def test_empty_lists_are_documents_and_lengths_of_nothing() -> None:
     assert regard.attend(torch.randn(0, 2), mask=regard.documents([])).shape == (0, 2)
     assert regard.attend(torch.randn(0, 2, 3, 4), mask=regard.padding([])).shape == (0, 2, 3, 4)
+    every_third = regard.padding([]) | torch.eye(3).bool() | regard.window(0, 0)
+    for mask in (every_third, regard.padding([]) & every_third):
+        assert regard.weights(torch.randn(0, 2, 3, 4), mask=mask).entropy().shape == (0, 2, 3)
 
 
 SETTINGS: dict[str, Callable[[Any], Any]] = {

@@ -147,6 +147,15 @@ def decode(
     return out.sequences, torch.stack(out.logits), tokens, torch.stack(logits)
 
 
+def test_scores_of_query_heads_are_told_how_to_become_those_of_key_heads() -> None:
+    layer = SimpleNamespace(keys=torch.ones(1, 2, 6, 3), values=torch.ones(1, 2, 6, 3))
+    scores = torch.rand(1, 8, 6)
+    with pytest.raises(ValueError, match=r"eager attention.*unflatten\(1, \(2, -1\)\)\.mean\(2\)"):
+        regard.kv.evict(SimpleNamespace(layers=[layer]), [scores], 3)
+    regard.kv.evict(SimpleNamespace(layers=[layer]), [scores.unflatten(1, (2, -1)).mean(2)], 3)
+    assert layer.keys.shape == (1, 2, 3, 3)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("evictions", [(6,), (9, 4)])
 def test_generation_over_an_evicted_cache_is_that_with_the_rest_hidden(evictions: tuple[int, ...]) -> None:

@@ -238,6 +238,26 @@ def in_child(work) -> int:
     return os.waitpid(start_child(work), 0)[1]
 
 
+def test_a_model_that_is_not_a_number_somewhere_is_named_with_its_place():
+    class Model(torch.nn.Module):
+        def forward(self, ids):
+            q = torch.eye(9)[ids].unsqueeze(1).expand(-1, 2, -1, -1).clone()
+            q[:, 1][(ids == 7).nonzero(as_tuple=True)] = math.nan
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    assert len(regard.corpus(Model(), [[1, 2, 3], [4, 5]]).heads) == 2
+    with pytest.raises(ValueError, match=r"weights that are not numbers: head 1, document 1 .*from token 0 on"):
+        regard.corpus(Model(), [[1, 2, 3], [4, 7, 5]])
+
+
+def test_functions_that_a_run_is_passed_are_checked():
+    model = regard.nn.LanguageModel(9, dim=8, layers=1, heads=2)
+    with pytest.raises(TypeError, match=r"progress must be a function of a CorpusProgress; got 5"):
+        regard.corpus(model, [[1, 2]], progress=5)
+    with pytest.raises(TypeError, match=r"tokenizer must make a list of token ids of a text; got None"):
+        regard.corpus(model, ["abc"], tokenizer=lambda text: None)
+
+
 def test_tables_say_what_the_weights_say(model, texts):
     seen = run(model, texts)
     rows, distance, previous = [], [], []

@@ -20,6 +20,7 @@ from .block import MatrixBlock
 from .broadcast import MatrixShape
 from .masks.kinds import Mask, as_mask
 from .problem import Factors
+from .pytree import flatten
 from .scores.kinds import Score, as_score
 from .tensor_kinds import is_plain, readable, refuse_jit_trace, refuse_meta
 from .torch_state import as_size, in_functorch, in_plain_eager, is_tracing, is_zero_tensor, outside_of_graphs
@@ -282,6 +283,7 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
         k = k.expand(*batch, *k.shape[-3:])
     matrix = MatrixShape((*batch, h, i, j), 0 if offset is None else offset, q.device)
     factors = Factors(q, k, score.broadcast_to(matrix), None if mask is None else mask.broadcast_to(matrix), offset)
+    _check_score_device(score, q)
     if in_plain_eager():
         score.check_functions(q, k)
     return factors
@@ -345,6 +347,16 @@ def _check_heads(q: Tensor, k: Tensor) -> None:
     if g == 0 or h % g:
         hint = "If the layout is (batch, length, heads, size), pass q.transpose(1, 2) and k.transpose(1, 2)."
         raise ValueError(f"q has {h} heads and k has {g}; heads of q must be a multiple of heads of k. {hint}")
+
+
+def _check_score_device(score: Score, q: Tensor) -> None:
+    """Raise ValueError unless the tensors of a score are where q is. One number may be on a CPU, as PyTorch has it."""
+    for t in flatten(score)[1]:
+        if t.device != q.device and (t.ndim or t.is_meta):
+            raise ValueError(
+                f"a tensor {tuple(t.shape)} of the score {type(score).__name__} is on {t.device} and q on {q.device}; "
+                "move one with .to(device)."
+            )
 
 
 def _check_align(align: Any) -> None:

@@ -5,6 +5,7 @@ Each error says what must hold, what it got and what to do.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Collection
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from .indexing import Tokens, as_index, as_int, parse, positions_of, slice_bounds
 from .scores.kinds import upcast
 from .stats import Tiling
-from .tensor_kinds import readable
+from .tensor_kinds import readable, readable_numbers
 
-__all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys", "segment_flags"]
+__all__ = ["as_number", "as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys", "segment_flags"]
 
 
 #: The most flags, segments × positions: 1 GB in float32. One segment with a huge number would make as many rows.
@@ -28,6 +29,16 @@ def at_least_one(n: Any, what: str) -> int:
     if (count := as_int(n)) is None or count < 1:
         raise ValueError(f"{what} needs a whole number of at least 1; got {n!r}.")
     return count
+
+
+def as_number(value: Any) -> float | Tensor | None:
+    """A user's real number, of Python or NumPy, or a tensor with one; None for a bool, nan and all else."""
+    if isinstance(value, Tensor):
+        real = value.numel() == 1 and value.dtype != torch.bool and not (value.is_complex() or value.is_meta)
+    else:
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        value = float(value) if real else None
+    return value if real and value == value else None
 
 
 def as_tokens(words: Any, n: int, axis: str) -> Tokens:
@@ -84,7 +95,7 @@ def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
 def chosen_keys(keys: Any, n: int, tokens: Tokens | None, q: Tensor) -> Tensor:
     """(j,): 1 for chosen keys, else 0, in the dtype of statistics."""
     flags = torch.zeros(n, dtype=upcast(q[..., :0]).dtype, device=q.device)
-    keys = readable(keys, "mass(keys)") if isinstance(keys, Tensor) else keys
+    keys = readable_numbers(keys, "mass(keys)") if isinstance(keys, Tensor) else keys
     if isinstance(keys, Tensor) and keys.dtype == torch.bool:
         if keys.shape != (n,):
             raise ValueError(f"mass(keys): a bool tensor has one flag a key, ({n},); got {tuple(keys.shape)}.")
@@ -97,6 +108,7 @@ def chosen_keys(keys: Any, n: int, tokens: Tokens | None, q: Tensor) -> Tensor:
 def segment_flags(segments: Any, n: int, tokens: Tokens | None, q: Tensor, what: str) -> Tensor:
     """(segments, n): 1 where a position is in a segment, else 0, in the dtype of statistics."""
     if isinstance(segments, Tensor) and not segments.is_floating_point() and segments.dtype != torch.bool:
+        segments = readable_numbers(segments, f"segment_mass({what})")
         if segments.shape != (n,):
             raise ValueError(f"segment_mass({what}): one segment a position, ({n},); got {tuple(segments.shape)}.")
         count = int(segments.max()) + 1 if n else 0

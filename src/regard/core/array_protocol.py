@@ -374,7 +374,7 @@ class Scores(ArrayProtocol):
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         """The scores at these rows and columns, (*batch, h, i, j)."""
         self._check_fits(rows, cols)
-        problem = self._factors.problem().with_exact_distances()
+        problem = self._factors.problem().with_nan_as_bias().with_exact_distances()
         block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
         s = without_autocast(problem.q, lambda: problem.scores(block).to(self.dtype))
         return s.reshape(*self._factors.batch, *s.shape[1:])

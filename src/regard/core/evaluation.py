@@ -259,6 +259,7 @@ class LazyMatrix(NotElementwise, Shareable):
 
         def evaluate() -> Results:
             problem = engine.prepare(factors)
+            problem = problem if engine.plain else problem.with_nan_as_bias()
             results = None if engine.plain else self._pool_rows(problem, request, engine, cached, requires_grad)
             if results is not None:
                 return results
@@ -322,10 +323,11 @@ class LazyMatrix(NotElementwise, Shareable):
             w = engine.compute(problem, request, request.names, {})["weights"]
         elif is_full_axis(cols, self._sizes[1]):
             block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
-            exact = problem.with_exact_distances()
+            exact = problem.with_nan_as_bias().with_exact_distances()
             # All keys of a row are here: it is normalised by its own scores.
             w = without_autocast(problem.q, lambda: softmax(exact.scores(block), exact.sink)[0].to(self.dtype))
         else:
+            problem = problem.with_nan_as_bias()
             parts = list(self._blocks_of_runs(problem, engines.fused_engine(engine), rows, cols))
             empty = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
             w = torch.cat(parts, 2) if parts else empty

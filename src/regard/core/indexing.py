@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tensor_kinds import readable_numbers
+
 __all__ = [
     "At",
     "Pick",
@@ -155,6 +157,7 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
     if isinstance(item, slice):
         return range(*slice_bounds(item, size))
     if isinstance(item, Tensor):
+        item = readable_numbers(item, "an index")
         if item.is_floating_point() or str(item.dtype) == "torch.bool":
             raise IndexError(
                 f"indices must be whole numbers; got a tensor of {item.dtype}. Use mask.nonzero().flatten()."

@@ -332,11 +332,31 @@ class Problem:
 
         A user's function may have no slope at zero: that of k / |k| is nan, and 0 · nan would reach the queries.
         """
-        functions = self.similarity_kernel.kernel_op is None or any(m.kernel_op is None for m in self.modifiers)
         at_keys = _visible_in(x, visible, axis)
         if at_keys is None:
             return x
-        return torch.where(at_keys | x.isfinite(), x, 1) if functions else torch.where(at_keys, x, 0)
+        return torch.where(at_keys | x.isfinite(), x, 1) if self.has_functions else torch.where(at_keys, x, 0)
+
+    def with_nan_as_bias(self) -> Problem:
+        """The same, where a gradient of the queries is wanted, with zeros for keys of nan and nan in a bias for them.
+
+        The rows that see such a key are nan as before. The others take 0 · k of it into their gradient. On a CPU: a GPU
+        would have to wait for the answer.
+        """
+        wanted = torch.is_grad_enabled() and self.q.requires_grad and self.mask is not None
+        if not wanted or self.k.device.type != "cpu" or is_tracing() or in_functorch():
+            return self
+        if self.has_functions or not bool(upcast(self.k.detach()).sum().isnan()):
+            return self
+        at = self.k.detach().isnan().any(-1, keepdim=True)  # b g j 1
+        bias = torch.zeros(at.shape, dtype=self.compute_dtype, device="cpu").masked_fill(at, torch.nan)
+        modifiers = (*self.modifiers, Bias(repeat_kv(bias, self.shape[1]).mT))
+        return self._with_intervals(replace_fields(self, k=_Zeroed.apply(self.k, at), modifiers=modifiers))
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a user's function makes scores."""
+        return self.similarity_kernel.kernel_op is None or any(m.kernel_op is None for m in self.modifiers)
 
     def _with_intervals(self, other: Problem) -> Problem:
         """Another problem with the same mask, which need not compute the intervals again."""
@@ -348,6 +368,18 @@ class Problem:
         per_key = [t for t in flatten(self.modifiers)[1] if t.ndim == 4 and t.shape[-1] > 1]
         # A sum is finite only if all its terms are.
         return all(t is None or bool(t.sum().isfinite()) for t in (self.k, v, *per_key))
+
+
+class _Zeroed(torch.autograd.Function):
+    """x, but 0 at some positions; the gradient is that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor) -> Tensor:
+        return x.masked_fill(at, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 # The schema is spelt out: torch 2.6 cannot infer it from list[Tensor].

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor
 from .stats import OPTIONAL_OUTPUTS, Request, Results
 from .torch_state import host_sync_forbidden, is_tracing
 
-__all__ = ["ResultCache", "check_fits", "format_bytes", "versions_of"]
+__all__ = ["ResultCache", "check_cells", "check_fits", "format_bytes", "versions_of"]
+
+#: Numbers of an answer up to which free memory is not looked up.
+_ASSUMED_TO_FIT = 2**26
 
 
 #: Results whose name is their key; most are such.
@@ -97,12 +101,18 @@ def versions_of(tensors: list[Tensor]) -> tuple[int, ...] | None:
         return None
 
 
-def check_fits(need: int, device: torch.device) -> None:
+def check_cells(shape: torch.Size, each: int, itemsize: int, device: torch.device) -> None:
+    """Raise MemoryError if an answer of so many numbers for `shape` does not fit; free memory is seldom looked up."""
+    if not is_tracing() and (cells := math.prod(shape) * each) > _ASSUMED_TO_FIT:
+        check_fits(cells * itemsize, device, "this answer")
+
+
+def check_fits(need: int, device: torch.device, what: str = "these weights as a tensor") -> None:
     """Raise MemoryError if `need` bytes are more than are free."""
     free = None if is_tracing() else _free_bytes(device)
     if free is not None and need > free:
         raise MemoryError(
-            f"these weights as a tensor would take {format_bytes(need)} and {format_bytes(free)} are free. Ask for "
+            f"{what} would take {format_bytes(need)} and {format_bytes(free)} are free. Ask for "
             "what you need: W[0, 3] for one head, W.row(i), W.topk(k), W.pool(64, 64), W @ v."
         )
 

@@ -6,6 +6,7 @@ has the address 0, which a kernel would read; a sparse or nested one has no stri
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .torch_state import (
 )
 
 __all__ = [
-    "is_plain", "materialized", "readable", "refuse_jit_trace", "refuse_meta", "refuse_transforms",
+    "is_plain", "materialized", "readable", "readable_numbers", "refuse_jit_trace", "refuse_meta", "refuse_transforms",
 ]  # fmt: skip
 
 #: What to do with sequences of several lengths.
@@ -51,10 +52,20 @@ def readable(x: Tensor, name: str) -> Tensor:
         return x
     refuse_jit_trace()
     if (remedy := _remedy(x)) is not None:
+        argument = named[1] if (named := re.search(r"\((\w+)", name)) else name  # tensor of bias(tensor)
         raise TypeError(
-            f"{name} must be a dense tensor with its numbers in memory; got {_kind(x)}. {remedy.format(name)}."
+            f"{name} must be a dense tensor with its numbers in memory; got {_kind(x)}. {remedy.format(argument)}."
         )
     return x if in_functorch() else materialized(x)
+
+
+def readable_numbers(x: Tensor, name: str) -> Tensor:
+    """The same of a tensor whose numbers say what is asked (positions, lengths, flags): the meta device has none."""
+    if x.is_meta and not is_tracing():
+        raise NotImplementedError(
+            f"{name} is on the meta device, which holds shapes and no numbers. Pass a tensor that has them."
+        )
+    return readable(x, name)
 
 
 def is_plain(x: Any) -> bool:

@@ -15,7 +15,7 @@ from .indexing import Tokens
 from .inherited import named_by_class
 from .patches import ImageLike, PatchTokens
 from .problem import from_weights
-from .result_cache import format_bytes
+from .result_cache import check_cells, format_bytes
 from .results import Peak, Statistics, TopK
 from .rows.relations import Relations
 from .rows.spans import PoolBy
@@ -405,9 +405,11 @@ class Weights(ArrayProtocol, Relations):
         if topk is not None:
             statistics.append("topk")
             inputs["topk"] = at_least_one(topk, "topk(k)")
+            check_cells(self.shape[:-1], inputs["topk"], 12, self.device)  # a weight and the number of its key
         if pool is not None:
             statistics.append("pool")
-            inputs["tiling"] = as_tiling(pool, self._sizes)
+            inputs["tiling"] = tiling = as_tiling(pool, self._sizes)
+            check_cells(self.shape[:-2], tiling.rows * tiling.cols, 8, self.device)  # added up in float64
         if mass is not None:
             statistics.append("mass")
             inputs["keys"] = chosen_keys(mass, self._sizes[1], self._tokens[1], self._factors.q)

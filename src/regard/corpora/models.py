@@ -53,7 +53,11 @@ class CorpusModel:
             return list(content)
         if self._encode is None:
             raise ValueError("texts need a tokenizer: corpus(model, data, tokenizer=...); or pass lists of token ids.")
-        return [int(token) for token in self._encode(content)]
+        ids = self._encode(content)
+        try:
+            return [int(token) for token in ids]
+        except (TypeError, ValueError):
+            raise TypeError(f"tokenizer must make a list of token ids of a text; got {ids!r:.60}.") from None
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text."""

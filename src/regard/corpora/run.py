@@ -108,6 +108,8 @@ def corpus(
     for name, number, least in (("length", length, 2), ("batch", batch, 1), ("examples", examples, 0)):
         if number is not None and (not isinstance(number, int) or number < least):
             raise ValueError(f"{name} must be a whole number >= {least}; got {number!r}.")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function of a CorpusProgress; got {progress!r}.")
     rank, ranks = _ranks()
     if out is None and ranks > 1:
         raise ValueError(f"a corpus run over {ranks} ranks needs a folder that all of them see: out=.")

@@ -114,7 +114,10 @@ class Tally:
         self, layers: list[LayerTally], profiles: Sequence[Profile], places: Any, excerpts: Any, length: int
     ) -> None:
         # All at once; digits of fewer than 2³¹ sequences add up without a carry.
-        digits = exact.as_digits(torch.cat([p.sums for p in profiles], 1)).sum(0)
+        numbers_of_pass = torch.cat([p.sums for p in profiles], 1)
+        if not bool(numbers_of_pass.isfinite().all()):
+            _refuse_nan(layers, profiles, places)
+        digits = exact.as_digits(numbers_of_pass).sum(0)
         total = exact.add(torch.cat([layer.sums for layer in layers]), digits)
         sums = total.split([len(layer.ties) for layer in layers])
         for layer, numbers, of_layer in zip(layers, profiles, sums, strict=True):
@@ -208,3 +211,17 @@ def _excerpt_positions(query: int, key: int, length: int) -> list[int]:
 def _tie(value: list[Any]) -> Tie:
     weight, document, start, query, key, source, excerpt = value
     return Tie(weight, document, start, query, key, source, tuple((int(at), str(token)) for at, token in excerpt))
+
+
+def _refuse_nan(layers: list[LayerTally], profiles: Sequence[Profile], places: Any) -> None:
+    """Raise ValueError with the layer, head and document of the first weights that are not numbers."""
+    for layer, profile in zip(layers, profiles, strict=True):
+        bad = (~profile.sums.isfinite()).any(-1).nonzero()  # (sequence, head)
+        if len(bad):
+            sequence, head = bad[0].tolist()
+            document, start, source = places[sequence]
+            raise ValueError(
+                f"layer {layer.name} of the model has weights that are not numbers: head {head}, document {document} "
+                f"({source}), from token {start} on. Its activations are nan or inf there: try it in float32, or leave "
+                "that document out."
+            )

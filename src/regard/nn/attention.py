@@ -482,7 +482,7 @@ def _check_memory(cache: Cache, memory: Tensor | None) -> None:
 
 def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
-        if size is not None and not hasattr(size, "__index__"):
+        if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
             raise TypeError(f"{name} must be a whole number; got {size!r}.")
 
 

@@ -23,6 +23,8 @@ def look_up(table: nn.Embedding, ids: Tensor, what: str) -> Tensor:
         TypeError: The ids are no whole numbers.
         IndexError: An id has no row; on a GPU PyTorch's own error comes instead.
     """
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{what} must be a tensor of whole numbers; got {type(ids).__name__}. Use torch.tensor.")
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{what} must be whole numbers, int64 or int32; got dtype {ids.dtype}.")
     if torch.compiler.is_compiling():

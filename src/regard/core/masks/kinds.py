@@ -20,7 +20,7 @@ from ..broadcast import MatrixShape, check_broadcast, with_leading_axes
 from ..indexing import as_int
 from ..pytree import flatten, register_node
 from ..stored import check_broadcasts, is_int64, require
-from ..tensor_kinds import readable
+from ..tensor_kinds import readable_numbers
 from ..torch_state import host_sync_forbidden, is_tracing
 from .algebra import And, Dense, Mask, Not, Or, Predicate, as_mask
 from .call_hints import makes_mask
@@ -72,7 +72,7 @@ class Causal(Mask):
         return None, 0
 
     def sees_all_keys(self, geometry: Geometry) -> bool:
-        return geometry.rows + geometry.offset >= geometry.keys  # the last row sees all
+        return geometry.rows > 0 and geometry.rows + geometry.offset >= geometry.keys  # the last row sees all
 
 
 @register_node(storable=True)
@@ -394,7 +394,7 @@ def _contiguous(ids: Tensor) -> bool | None:
 def _as_integers(values: Any, name: str) -> Tensor:
     # A list or an array is copied: its owner may change it.
     if isinstance(values, Tensor):
-        tensor = readable(values, name)
+        tensor = readable_numbers(values, name)
     else:
         try:
             tensor = torch.tensor(values, device="cpu")

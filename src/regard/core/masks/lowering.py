@@ -121,8 +121,10 @@ def _cells(mask: Mask, geometry: Geometry, rows: range, keys: range) -> Tensor:
 
 def _intervals_of_cells(mask: Mask, geometry: Geometry) -> KeyIntervals | None:
     """Exact intervals, from cells evaluated strip by strip; None where heads differ or a row sees too many."""
-    strips = []
-    for rows, keys in _strips(mask.intervals(geometry), geometry):
+    bounds, strips = mask.intervals(geometry), []
+    if not len(bounds.lo):  # no sequences: nothing is shown
+        return KeyIntervals(bounds.lo, bounds.hi, exact=True)
+    for rows, keys in _strips(bounds, geometry):
         cells = _cells(mask, geometry, rows, keys)
         if cells.shape[1] > 1:
             return None

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..block import MatrixBlock, take
 from ..pytree import register_node
 from ..stats import distance, entropy, stable_topk
+from ..tensor_kinds import readable_numbers
 from ..torch_state import is_tracing
 from .sources import Part, Strip
 from .strips import DenseForm, Merge, OfParts
@@ -278,8 +279,10 @@ class DistanceBins(CompleteRowStatistic):
 
 def induction_targets(tokens: Tensor | Sequence[Any], rows: Tensor) -> Tensor:
     """For the query at each key position of `rows` the key after the last earlier occurrence of its token, or −1."""
+    if isinstance(tokens, (list, tuple)) and any(isinstance(token, Tensor) for token in tokens):
+        tokens = [token.item() if isinstance(token, Tensor) and token.numel() == 1 else token for token in tokens]
     if isinstance(tokens, Tensor) and tokens.ndim == 1:
-        ids = tokens.to(rows.device)
+        ids = readable_numbers(tokens, "induction_mass(tokens)").to(rows.device)
     elif isinstance(tokens, Collection) and all(isinstance(token, Hashable) for token in tokens):
         numbers: dict[Any, int] = {}
         ids = torch.tensor([numbers.setdefault(token, len(numbers)) for token in tokens], device=rows.device)

@@ -285,12 +285,11 @@ def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, di
     kernels = _kernels_with_heads(problem)
     if not kernels.serves_heads(problem, second, heads.shape[1]):
         return None
-    shares = heads.shares.normalized()
+    shares = heads.shares.with_totals() if _on_cpu(problem) else heads.shares.normalized()
     if second is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(second)[1]):
         args = (problem, rows.norm, shares, heads.shape[1], second, measure, divided)
         value, *_ = _measure_heads(*args)
-        # A mean of kernels adds up rounded shares: of heads that are all on one key it may be an ulp above 1.
-        return value.clamp(min=0) if measure == "entropy" and heads.shares.mean else value
+        return value
     spec, tensors = flatten((problem, rows.norm, shares, second))
     return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
 

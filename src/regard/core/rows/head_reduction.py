@@ -16,6 +16,7 @@ from ..arguments import as_values, at_least_one, chosen_keys
 from ..broadcast import check_broadcast
 from ..inherited import named_by_class
 from ..pytree import flatten, replace_fields
+from ..result_cache import check_cells
 from ..results import TopK
 from ..stats import Request
 from ..torch_state import as_size, is_tracing
@@ -302,6 +303,7 @@ class HeadReduction(PositionQuestions):
         >>> regard.weights(torch.eye(3).expand(2, 3, 3)).reduce_heads("mean").topk(1).indices.flatten()
         tensor([0, 1, 2])
         """
+        check_cells(self.shape[:-1], at_least_one(k, "topk(k)"), 12, self.device)
         values, keys = self._ask_rows(LargestWeights(at_least_one(k, "topk(k)")))
         return TopK(values, keys)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..block import take
 from ..pytree import register_node
+from ..tensor_kinds import readable_numbers
 from ..torch_state import is_tracing
 
 __all__ = ["HeadShares", "head_shares"]
@@ -46,9 +47,19 @@ class HeadShares:
         return HeadShares(take(self.factors, 1, heads), self.size, self.mean)
 
     def normalized(self) -> Tensor:
-        """Factors that are divided already, (1, h, 1, 1), as compiled tiles read them."""
+        """Factors that are divided already, (1, h, 1, 1), as kernels of a GPU read them."""
         total = self.total
         return self.factors if total is None else self.factors / total.repeat_interleave(self.size, 1)
+
+    def with_totals(self) -> Tensor:
+        """All factors, then the divisor of each group, (h + g,), as compiled tiles read them.
+
+        Added up in the order of the tiles, so that heads that are all on one key make 1.
+        """
+        factors = self.factors.flatten()
+        groups = factors.view(-1, self.size)
+        totals = sum(groups.unbind(1), torch.zeros_like(groups[:, 0])) if self.mean else torch.ones_like(groups[:, 0])
+        return torch.cat([factors, totals])
 
 
 def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Tensor) -> HeadShares:
@@ -63,6 +74,7 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         raise TypeError(
             f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
         )
+    weights = readable_numbers(weights, "reduce_heads(weights=)")
     if (
         weights.shape != (heads,)
         or weights.is_complex()

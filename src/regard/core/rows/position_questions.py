@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..indexing import as_int
+from ..tensor_kinds import readable_numbers
 from ..torch_state import is_tracing
 from .complete_rows import DistanceBins, DistanceVariance, induction_targets
 from .questions import RowQuestions
@@ -82,6 +83,7 @@ class PositionQuestions(RowQuestions):
         tensor([0.2500, 0.2500, 0.5000])
         """
         self._positions("distance_histogram")
+        edges = readable_numbers(edges, "distance_histogram(edges)") if isinstance(edges, Tensor) else edges
         try:
             bounds = torch.as_tensor(edges, device=self._factors.q.device)
         except (TypeError, ValueError, RuntimeError):

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ...engines import get_engine
-from ..arguments import as_tiling, at_least_one, segment_flags
+from ..arguments import as_number, as_tiling, at_least_one, segment_flags
 from ..broadcast import MatrixShape, check_broadcast, per_cell
 from ..indexing import Tokens
 from ..masks.algebra import Mask, as_mask
 from ..operators import NotElementwise
 from ..problem import Factors
 from ..pytree import replace_fields
-from ..result_cache import check_fits
+from ..result_cache import check_cells
 from ..shared import Shareable, refuse_one_over_ranks
+from ..tensor_kinds import readable_numbers
 from ..torch_state import is_tracing, without_autocast
 from ..types import EngineName, MaskLike, PoolLike, SegmentsLike
 from .comparison import Comparison, joint_batch
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from .head_reduction import HeadReduction
 
 __all__ = ["RowQuestions"]
-
-#: Tiles up to which free memory is not looked up.
-_ASSUMED_TO_FIT = 2**26
 
 
 class RowQuestions(NotElementwise, Shareable):
@@ -239,6 +237,7 @@ class RowQuestions(NotElementwise, Shareable):
         """Tiles of a part of the matrix, as `Weights.pool` cuts it, at the cost of its rows."""
         i, j = self.shape[-2:]
         tiling = as_tiling(pool, (i, j))
+        check_cells(self.shape[:-2], tiling.rows * tiling.cols, self._factors.q.dtype.itemsize, self._factors.q.device)
         rows = tile_edges(tiling.rows, 0, tiling.i1 - tiling.i0)
         cols = tile_edges(tiling.cols, tiling.j0, tiling.j1)
         part = self if (tiling.i0, tiling.i1) == (0, i) else self.rows(slice(tiling.i0, tiling.i1))
@@ -250,9 +249,7 @@ class RowQuestions(NotElementwise, Shareable):
         if by == "lse" and _is_precomputed(self):
             raise ValueError("by='lse' needs scores, and weights that were passed to from_dense have none.")
         q = self._factors.q
-        cells = math.prod(self.shape[:-2]) * (len(row_edges) - 1) * (len(col_edges) - 1)
-        if not is_tracing() and cells > _ASSUMED_TO_FIT:
-            check_fits(cells * q.dtype.itemsize, q.device)
+        check_cells(self.shape[:-2], (len(row_edges) - 1) * (len(col_edges) - 1), q.dtype.itemsize, q.device)
         merge: Any = "sum" if by == "mean" else by
         (tiles,) = self._ask_rows(TilePool(row_edges, col_edges, merge))
         if by != "mean":
@@ -277,10 +274,9 @@ class RowQuestions(NotElementwise, Shareable):
         >>> W.cover(0.8, rows=1, cols=1)
         tensor([[False,  True,  True]])
         """
-        number = isinstance(share, (int, float)) or (isinstance(share, Tensor) and share.numel() == 1)
-        if not number or not 0 <= share <= 1:
+        if (number := as_number(share)) is None or not 0 <= number <= 1:
             raise ValueError(f"cover(share) takes a share between 0 and 1; got {share!r}.")
-        return smallest_cover(self._pool_blocks(rows, cols, "sum", "cover"), share)
+        return smallest_cover(self._pool_blocks(rows, cols, "sum", "cover"), float(number))
 
     def recall(self, mask: MaskLike, block: tuple[int, int] | None = None) -> Tensor:
         """The weight of every row that a mask would let through: what sparse attention retains.
@@ -337,6 +333,7 @@ class RowQuestions(NotElementwise, Shareable):
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
                 raise TypeError(f"{what}(mask, block=...) takes a bool tensor with one flag a block; got {got}.")
+            mask = readable_numbers(mask, f"{what}(mask, block=...)")
             blocks = MatrixShape((*outer, -(-i // rows), -(-j // cols)), offset, self._factors.q.device)
             cells = BlockMask(per_cell(mask, blocks, f"{what}(mask, block=...)"), rows, cols)
         folded = replace_fields(self._factors, mask=cells).folded().mask
@@ -403,7 +400,7 @@ class RowQuestions(NotElementwise, Shareable):
                 "For one flag a cell: W.recall(flags)."
             )
         check_broadcast(keys.shape[:-1], (*outer, i), "gather(keys)", f"(..., h, {i}) before the last axis")
-        keys = keys.long()
+        keys = readable_numbers(keys, "gather(keys)").long()
         if not is_tracing() and keys.numel() and (int(keys.max()) >= j or int(keys.min()) < -1):
             raise IndexError(
                 f"gather(keys): positions are -1 (none) to {j - 1}; got {int(keys.min())} to {int(keys.max())}."

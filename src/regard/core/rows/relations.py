@@ -42,7 +42,7 @@ class Relations(LazyMatrix, PositionQuestions):
         if (w := factors.score.precomputed) is not None:
             flat = w.expand(*batch, *w.shape[-3:]).reshape(math.prod(batch), *w.shape[-3:])
             return DenseRows(flat, factors.query_offset)
-        problem = factors.problem().with_lowered_mask().zero_invisible_keys(Request(("lse",)))[0]
+        problem = factors.problem().with_lowered_mask().zero_invisible_keys(Request(("lse",)))[0].with_nan_as_bias()
         cached = self._cache.get(self._leaves, Request(("norm",))) if batch == self._factors.batch else {}
         return ScoreRows(problem, cached.get("norm"))
 

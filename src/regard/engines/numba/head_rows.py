@@ -41,18 +41,14 @@ class HeadCall:
         self, problem: Problem, norm: Tensor, shares: Tensor, heads: int, other: Problem | None, measure: str,
         divided: bool,
     ) -> None:  # fmt: skip
-        b, h, i, _ = problem.shape
+        b, _, i, _ = problem.shape
         self.rows = (b, heads, i)
         # The tiles of the pass that the norm is from: that of another product is an ulp off.
         self.block_i, self.block_j = _tile_size(problem)
         self.call = KernelCall(problem, self.block_i, self.block_j)
         self.call.out("norm", norm.contiguous())
-        factors = shares.float().reshape(-1, h).contiguous()
-        self.call.out("shares", factors)
-        self.call.set(
-            measure=self.call.runtime.kernels.MEASURES[measure], heads=heads, divided=int(divided),
-            shares_b=h if len(factors) > 1 else 0,
-        )  # fmt: skip
+        self.call.out("shares", shares.float().contiguous())
+        self.call.set(measure=self.call.runtime.kernels.MEASURES[measure], heads=heads, divided=int(divided))
         self.other = self.call if other is None else KernelCall(other, self.block_i, self.block_j)
         if other is not None and other.similarity_kernel.kernel_op == "relu_sum":
             size = other.k.shape[3]
@@ -67,7 +63,10 @@ def forward_pass(
     problem: Problem, norm: Tensor | None, shares: Tensor, heads: int, other: Problem | None, measure: str,
     divided: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The measure of every row (b, heads, i), and what a backward needs: the norm, that of the other, and row sums."""
+    """The measure of every row (b, heads, i), and what a backward needs: the norm, that of the other, and row sums.
+
+    `shares` (h + heads,) are the factors of all heads, then what divides the sum of each group.
+    """
     if norm is None:
         norm = forward(problem, Request(("norm",)))["norm"]
     call = HeadCall(problem, norm, shares, heads, other, measure, divided)

@@ -89,7 +89,7 @@ def add_heads(T, scratch, b, o, i0, rows, j0, cols, lo, hi):
         zero_(carray(floats_at(scratch + 4 * r * T.block_j), T.block_j), 0, cols)
     per_group = T.H // T.heads
     for h in range(o * per_group, (o + 1) * per_group):
-        factor = carray(floats_at(T.shares + 4 * (b * T.shares_b + h)), 1)[0]
+        factor = carray(floats_at(T.shares + 4 * h), 1)[0]
         if factor == f32(0):
             continue
         tile_products(T, scratch + tile, b, h, i0, rows, j0, cols)
@@ -105,6 +105,18 @@ def add_heads(T, scratch, b, o, i0, rows, j0, cols, lo, hi):
                 apply_modifiers_(s, s[:0], z - a, modifiers, T.modifier_count, b, h, i, i + T.offset, j0 + a)
             m, share = norm_of(T, (b * T.H + h) * T.I + i0 + r)
             normalize_and_accumulate_(s, z - a, m, share * factor, carray(floats_at(at), z - a))
+    total = carray(floats_at(T.shares + 4 * (T.H + o)), 1)[0]
+    if total != f32(1):
+        for r in range(rows):
+            divide_(carray(floats_at(scratch + 4 * r * T.block_j), cols), cols, total)
+
+
+@njit(fastmath={"contract"})
+def divide_(x, n, total):
+    """A mean divides once: 14 times 1/14 is more than 1."""
+    use_wide_vectors()
+    for j in range(n):
+        x[j] /= total
 
 
 @njit

@@ -99,11 +99,11 @@ _ADDRESSES = (
     "cells row_at row_place col_at col_place "  # cells
     "left right dy delta d_entropy d_distance dq dk dv drow dkey "  # backward
     "other value grad "  # comparison: the record of the second matrix, the measure of every row and its gradient
-    "shares"  # head_rows: the factor of each head in a sum
+    "shares"  # head_rows: the factor of each head in a sum, then what divides that of each group
 )
 _STRIDES = (
     "q_b q_h q_i k_b k_h k_j v_b v_h v_j sink_b sink_h u_b u_h u_i "
-    "left_b left_h left_i right_b right_h right_j dy_b dy_h dy_i shares_b"
+    "left_b left_h left_i right_b right_h right_j dy_b dy_h dy_i"
 )
 _SIZES = (
     "B H G V I J D "  # batch, heads of q, k and v, queries, keys, size of q and k
