@@ -198,8 +198,8 @@ def _add_generate(verbs: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     from .generate import sample, text_pieces
+    from .parallel import choose_device
     from .trained import open_model
-    from .training import choose_device
 
     _require(args.count >= 1, "count", args.count, "at least 1")
     _require(args.top is None or args.top >= 1, "top", args.top, "at least 1")
@@ -253,9 +253,9 @@ def _add_translation(verbs: Any) -> None:
 
 def _translate(args: argparse.Namespace) -> int:
     from .generate import Beam, bleu
+    from .parallel import choose_device
     from .tokenizer import lines_of
     from .trained import open_model
-    from .training import choose_device
 
     trained = open_model(args.model, choose_device(args.device))
     trained.require("translate")

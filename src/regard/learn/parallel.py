@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Replicas", "joined"]
+__all__ = ["Replicas", "choose_device", "joined"]
 
 BatchPart = TypeVar("BatchPart")
 
@@ -92,6 +92,14 @@ class Replicas:
         """Wait for all processes."""
         if self.size > 1:
             torch.distributed.barrier()
+
+
+def choose_device(name: str) -> torch.device:
+    """A device by name; "auto" is a GPU if there is one."""
+    gpu = torch.cuda.is_available()
+    if name == "cuda" and not gpu:
+        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto.")
+    return torch.device("cuda" if gpu and name != "cpu" else "cpu")
 
 
 @contextlib.contextmanager

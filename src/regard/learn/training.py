@@ -25,13 +25,13 @@ from .captured import CapturedGradients, CudaGraphs
 from .data import step_seed
 from .interruption import Interrupted
 from .optimizer import make_optimizer, zero_state
-from .parallel import Replicas, joined
+from .parallel import Replicas, choose_device, joined
 from .patterns import PatternLog
 from .pretrained import Pretrained, read_pretrained
 from .progress import TrainingProgress
 from .settings import LMChoices, LMSettings, Settings, TranslateChoices, TranslateSettings
 
-__all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
+__all__ = ["Diverged", "Result", "lm", "translate"]
 
 #: Steps between two reports of the loss and of the heads.
 WATCH_EVERY = 50
@@ -211,14 +211,6 @@ def _fitting(what: str, smaller: str) -> Iterator[None]:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
             raise MemoryError(f"{what} does not fit into memory: use a smaller {smaller}.") from None
         raise
-
-
-def choose_device(name: str) -> torch.device:
-    """A device by name; "auto" is a GPU if there is one."""
-    gpu = torch.cuda.is_available()
-    if name == "cuda" and not gpu:
-        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto.")
-    return torch.device("cuda" if gpu and name != "cpu" else "cpu")
 
 
 class _Training:
