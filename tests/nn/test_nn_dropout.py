@@ -117,7 +117,24 @@ def test_dropout_goes_to_torch_and_back():
     assert SelfAttention.from_torch(mha).attention_dropout == 0.25
     assert CrossAttention.from_torch(mha).to_torch().dropout == 0.25
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.2, batch_first=True)
-    assert Block.from_torch(layer).to_torch().self_attn.dropout == 0.2
+    layer.dropout.p = 0.3  # of the feed-forward network's hidden layer
+    block = Block.from_torch(layer)
+    assert (block.dropout.p, block.feed_forward.dropout.p) == (0.2, 0.3)
+    back = block.to_torch()
+    assert (back.self_attn.dropout, back.dropout1.p, back.dropout.p) == (0.2, 0.2, 0.3)
+
+
+def test_the_hidden_layer_of_a_feed_forward_network_drops_while_training():
+    torch.manual_seed(9)
+    block, x = Block(16, heads=4, activation="swiglu", hidden_dropout=P), torch.randn(1, 64, 16)
+    seen = []
+    block.feed_forward.outer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    block(x)
+    block.eval()(x)
+    trained, plain = seen
+    share = float((trained == 0).double().mean())
+    assert abs(share - P) < 5 * (P * (1 - P) / trained.numel()) ** 0.5
+    torch.testing.assert_close(trained, torch.where(trained == 0, 0, plain / (1 - P)))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2.0])
