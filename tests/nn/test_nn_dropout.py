@@ -1,11 +1,14 @@
 """Dropout of attention weights: the share that was asked for, the same in forward and backward, invisible to statistics."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import regard
 from regard.core import dropout as module
+from regard.core.api import _sdpa_of_real_keys, try_sdpa
 from regard.nn import Block, CrossAttention, Probe, SelfAttention
 
 P = 0.4
@@ -110,6 +113,23 @@ def test_cross_attention_and_blocks_drop_too():
     assert not torch.allclose(first, second)
     block = Block(16, heads=4, cross=True, attention_dropout=P)
     assert block.attention.attention_dropout == block.cross.attention_dropout == P
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "padding"])
+def test_pytorchs_attention_drops_the_same_share_of_single_weights(kind):
+    """It computes attention with dropout on a GPU; with the unit vectors as values its output is the matrix."""
+    torch.manual_seed(10)
+    q, k = torch.randn(2, 3, 16, 8, 40).unbind()
+    mask = {"none": None, "causal": regard.causal(), "padding": regard.padding([8] * 2 + [3])}[kind]
+    fused = functools.partial(try_sdpa, score="scaled_dot", mask=mask)
+    if kind == "padding":
+        fused = functools.partial(_sdpa_of_real_keys, mask=mask, scale=None)
+    y = fused(q, k, torch.eye(8).expand(3, 16, 8, 8), dropout=P)
+    w = regard.weights(q, k, mask=mask).dense()
+    torch.testing.assert_close(y, torch.where(y == 0, 0, w / (1 - P)))
+    visible = w > 0
+    share = float((y[visible] == 0).double().mean())
+    assert abs(share - P) < 5 * (P * (1 - P) / int(visible.sum())) ** 0.5
 
 
 def test_dropout_goes_to_torch_and_back():
