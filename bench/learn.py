@@ -76,7 +76,8 @@ TASKS = {
         "lm", "Tiny Shakespeare on a CPU", {"optimizer": "muon", "device": "cpu"}, "nanoGPT: 1.88", 1.88, 1.62, 1.60
     ),
     "gpu": Task(
-        "lm", "Tiny Shakespeare on a GPU", NANOGPT | {"lr": 1e-3, "weight_decay": 5.0, "ema": 0.999},
+        "lm", "Tiny Shakespeare on a GPU",
+        NANOGPT | {"optimizer": "muon", "lr": 2e-3, "weight_decay": 1.0, "attention_dropout": 0.2, "ema": 0.999},
         "nanoGPT: 1.4697", 1.4697, 1.43, 1.42,
     ),
     "multi30k": Task(

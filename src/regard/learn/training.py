@@ -24,7 +24,7 @@ from . import checkpoint, run_folder, tasks
 from .captured import CapturedGradients, CudaGraphs
 from .data import step_seed
 from .interruption import Interrupted
-from .optimizer import make_optimizer, zero_state
+from .optimizer import averaging_decay, make_optimizer, zero_state
 from .parallel import Replicas, choose_device, joined
 from .patterns import PatternLog
 from .pretrained import Pretrained, read_pretrained
@@ -316,9 +316,7 @@ class _Training:
             group["lr"] = self._rate(self.step)
         self.optimizer.step()
         if self.ema:
-            # A smaller decay in the first steps: the average must forget the initial weights.
-            decay = min(self.settings.ema, (1 + self.step) / (10 + self.step))
-            update = get_ema_multi_avg_fn(decay)
+            update = get_ema_multi_avg_fn(averaging_decay(self.settings.ema, self.step))
             update(list(self.ema.values()), [p.detach() for p in self.weights.values()], None)
         return loss, norm.detach(), heads
 
