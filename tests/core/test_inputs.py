@@ -703,3 +703,18 @@ def test_asking_at_once_and_asking_alone_agree_in_float32() -> None:
     alone = library_answers(regard.weights(q, k, mask=regard.causal(), align="end"), v, u)
     at_once = library_answers_at_once(regard.weights(q, k, mask=regard.causal(), align="end"), v)
     same(at_once, {name: alone[name] for name in at_once}, **SINGLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[0, 3, 5, 2], [5], 4])
+def test_pytorchs_attention_under_padding_gives_what_ours_gives(lengths: object, dtype: torch.dtype) -> None:
+    """It serves a GPU where nothing is trained; a sequence without keys and poison in the padding included."""
+    q, k, v = (draw(4, 2, n, 8, dtype=dtype) for n in (3, 5, 5))
+    for b, length in enumerate(torch.tensor(lengths).broadcast_to(4)):
+        k[b, :, length:], v[b, :, length:] = math.nan, math.inf
+    mask = regard.padding(lengths)
+    with torch.no_grad():
+        got = api._sdpa_of_real_keys(q, k, v, mask, None)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else SINGLE
+    torch.testing.assert_close(got, regard.attend(q, k, v, mask=mask, engine="reference"), **tolerance)
+    assert api._sdpa_of_real_keys(q, k, v, mask, None) is None  # gradients are for our kernels

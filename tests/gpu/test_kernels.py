@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import regard
+from regard.core.api import _sdpa_of_real_keys
+from regard.core.dropout import attend_with_dropout
 from support import kernel_cases
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -390,3 +392,41 @@ def test_what_it_cannot_serve_is_refused_and_auto_serves_it(make, reason: str) -
 
 def test_masks_on_a_gpu_are_drawn() -> None:
     assert regard.padding(torch.tensor([2, 1], device="cuda")).draw(1, 3) == "■ ■ ·"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "keys"), [(40, 40), (1, 24), (7, 33)])
+def test_attention_under_padding_is_pytorchs_where_nothing_is_trained(rows: int, keys: int, dtype: torch.dtype) -> None:
+    """Triton, which takes seconds to import, is not asked; whatever stands in the padding."""
+    lengths = torch.randint(1, keys + 1, (6,), device="cuda")
+    lengths[0] = 0
+    q, k, v = draw(6, 4, rows, 32, dtype=dtype), draw(6, 4, keys, 32, dtype=dtype), draw(6, 4, keys, 32, dtype=dtype)
+    hidden = (torch.arange(keys, device="cuda") >= lengths[:, None])[:, None, :, None]
+    k, v = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.inf)
+    mask = regard.padding(lengths)
+    with torch.no_grad():
+        y = regard.attend(q, k, v, mask=mask)
+        assert torch.equal(y, _sdpa_of_real_keys(q, k, v, mask, None))
+    ours = regard.attend(q, k, v, mask=mask, engine="triton")
+    assert (y.double() - ours.double()).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "padding"])
+def test_dropout_by_pytorchs_attention_has_the_gradients_of_the_weights_that_stay(kind: str) -> None:
+    p, lengths = 0.3, torch.tensor([32, 20, 0], device="cuda")
+    mask = {"none": None, "causal": regard.causal(), "padding": regard.padding(lengths)}[kind]
+    inputs = [draw(3, 4, 32, 32, dtype=torch.float32).requires_grad_() for _ in range(3)]
+    values = torch.eye(32, device="cuda").expand(3, 4, 32, 32)
+    answers = []
+    for v in (inputs[2], values):  # the same seed drops the same weights; of unit vectors they are the output
+        torch.manual_seed(3)
+        answers.append(attend_with_dropout(*inputs[:2], v, regard.ScaledDot(), mask, None, None, p))
+    y, stays = answers[0], answers[1] != 0
+    w = regard.weights(*inputs[:2], mask=mask).dense()
+    expected = (w * stays / (1 - p)) @ inputs[2]
+    share = float(1 - stays[w > 0].double().mean())
+    assert abs(share - p) < 0.03
+    assert (y - expected).abs().max() < 1e-4
+    upstream = torch.randn_like(y)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, upstream) for x in (y, expected)), strict=True):
+        assert (a - b).abs().max() < 1e-3

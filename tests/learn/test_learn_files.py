@@ -68,6 +68,19 @@ def test_opening_a_model_does_not_load_the_compiler_of_pytorch(run):
     assert not {"torch._dynamo", "torch._inductor", "sympy"} & set(opened.stdout.split())
 
 
+def test_a_trained_model_is_used_without_what_training_and_recording_load(run):
+    """They take a second to load, as long as a short text takes to be written."""
+    code = (
+        "import sys; from regard.cli import main; code = main(['generate', sys.argv[1], '--count', '1'])\n"
+        "print(code, *sorted(sys.modules))"
+    )
+    used = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    code, *modules = used.stdout.splitlines()[-1].split()
+    assert code == "0"
+    assert "regard.learn.trained" in modules
+    assert not {"regard.learn.training", "regard.recorder", "regard.learn.progress"} & set(modules)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_is_found_when_a_model_is_opened_and_when_a_run_is_resumed(name, text, run):
     """Wherever it is: a bit of a tensor, of its name, type and shape, of the step, the seed, the tokens."""

@@ -19,10 +19,24 @@ import pytest
 import torch
 
 from regard import cli
-from regard.learn import Diverged, checkpoint, history, is_checkpoint, lm, open_model, training, translate
+from regard.learn import (
+    Diverged,
+    LMSettings,
+    TranslateSettings,
+    checkpoint,
+    history,
+    is_checkpoint,
+    lm,
+    open_model,
+    training,
+    translate,
+)
+from regard.learn.optimizer import averaging_decay
 from regard.learn.progress import TrainingProgress
+from regard.learn.tasks import build
 from regard.look import svg
 from regard.look.run_report import write_report
+from regard.nn import Block
 
 TINY = {
     "steps": 12,
@@ -432,9 +446,31 @@ def test_what_a_killed_run_left_half_written_is_swept_away(text, tmp_path):
     assert other.exists()
 
 
+def test_every_dropout_of_the_settings_reaches_the_model():
+    chosen = {"dim": 8, "heads": 2, "layers": 1, "dropout": 0.1, "attention_dropout": 0.2, "hidden_dropout": 0.3}
+    for kind, settings in (("lm", LMSettings(**chosen)), ("translate", TranslateSettings(**chosen))):
+        model = build(kind, settings, 20)
+        for block in (module for module in model.modules() if isinstance(module, Block)):
+            parts = [block.attention, *([block.cross] if block.cross else [])]
+            assert [part.attention_dropout for part in parts] == [0.2] * len(parts)
+            assert (block.dropout.p, block.feed_forward.dropout.p) == (0.1, 0.3)
+
+
+def test_the_moving_average_forgets_its_beginning_and_spans_a_fifth_of_the_run():
+    share, age, weight = 1.0, 0.0, 0.0  # of the first weights; the mean age of those in the average
+    for step in range(5000):
+        decay = averaging_decay(0.9999, step)
+        share, age, weight = share * decay, (age + weight) * decay, weight * decay + 1 - decay
+    assert share < 1e-12
+    assert age / weight == pytest.approx(5000 / 6, rel=0.01)
+    assert averaging_decay(0.9, 5000) == 0.9
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"steps": 0}, "--steps must be at least 1; got 0"),
     ({"dropout": 1.0}, "--dropout must be at least 0 and below 1"),
+    ({"attention_dropout": -0.1}, "--attention-dropout must be at least 0 and below 1"),
+    ({"hidden_dropout": 1.0}, "--hidden-dropout must be at least 0 and below 1"),
     ({"lr": -1.0}, "--lr must be above 0"),
     ({"lr": float("nan")}, "--lr must be above 0 and finite; got nan"),
     ({"clip": float("nan")}, "--clip must be above 0; got nan"),

@@ -15,7 +15,7 @@ import torch
 
 import regard
 from regard import cli
-from regard.learn import is_checkpoint, lm, open_model, translate
+from regard.learn import is_checkpoint, lm, open_model, parallel, translate
 from regard.learn.generate import Beam, beam_search, bleu, sample, text_pieces
 from regard.learn.progress import PlainProgress, RichProgress, _table, open_progress
 from regard.learn.tokenizer import bpe, byte_level, characters, encode, load, pairs_bpe
@@ -611,3 +611,26 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     assert code == 130
     assert "stopped at step 1 of 2,000, saved" in message
     assert f"regard learn lm '{tmp_path}/my text' --out {tmp_path}/run --resume" in message
+
+
+def test_many_sentences_go_to_the_device_in_batches(ende, monkeypatch):
+    """A thousand of them took as long one by one, to a GPU and back, as the search for their translations."""
+    trained = open_model(ende)
+    made = []
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *a, **more: made.append(a) or tensor(*a, **more))
+    written = trained.translate_all(["red cat", "blue dog runs", "green bird"] * 8)
+    assert written[:2] == ["rot Katze", "blau Hund läuft"]
+    assert len(made) < 10
+
+
+def test_a_device_starts_in_the_background_and_reports_nothing(monkeypatch):
+    started = []
+    monkeypatch.setattr(parallel.threading, "Thread", lambda **what: started.append(what))
+    parallel.wake(torch.device("cpu"))
+    assert not started
+    if not torch.cuda.is_available():
+        monkeypatch.undo()
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.ones(1, device="cuda")
+        parallel._first_product(torch.device("cuda"))

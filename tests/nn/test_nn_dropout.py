@@ -1,11 +1,14 @@
 """Dropout of attention weights: the share that was asked for, the same in forward and backward, invisible to statistics."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import regard
 from regard.core import dropout as module
+from regard.core.api import _sdpa_of_real_keys, try_sdpa
 from regard.nn import Block, CrossAttention, Probe, SelfAttention
 
 P = 0.4
@@ -112,12 +115,46 @@ def test_cross_attention_and_blocks_drop_too():
     assert block.attention.attention_dropout == block.cross.attention_dropout == P
 
 
+@pytest.mark.parametrize("kind", ["none", "causal", "padding"])
+def test_pytorchs_attention_drops_the_same_share_of_single_weights(kind):
+    """It computes attention with dropout on a GPU; with the unit vectors as values its output is the matrix."""
+    torch.manual_seed(10)
+    q, k = torch.randn(2, 3, 16, 8, 40).unbind()
+    mask = {"none": None, "causal": regard.causal(), "padding": regard.padding([8] * 2 + [3])}[kind]
+    fused = functools.partial(try_sdpa, score="scaled_dot", mask=mask)
+    if kind == "padding":
+        fused = functools.partial(_sdpa_of_real_keys, mask=mask, scale=None)
+    y = fused(q, k, torch.eye(8).expand(3, 16, 8, 8), dropout=P)
+    w = regard.weights(q, k, mask=mask).dense()
+    torch.testing.assert_close(y, torch.where(y == 0, 0, w / (1 - P)))
+    visible = w > 0
+    share = float((y[visible] == 0).double().mean())
+    assert abs(share - P) < 5 * (P * (1 - P) / int(visible.sum())) ** 0.5
+
+
 def test_dropout_goes_to_torch_and_back():
     mha = nn.MultiheadAttention(16, 4, dropout=0.25, batch_first=True)
     assert SelfAttention.from_torch(mha).attention_dropout == 0.25
     assert CrossAttention.from_torch(mha).to_torch().dropout == 0.25
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.2, batch_first=True)
-    assert Block.from_torch(layer).to_torch().self_attn.dropout == 0.2
+    layer.dropout.p = 0.3  # of the feed-forward network's hidden layer
+    block = Block.from_torch(layer)
+    assert (block.dropout.p, block.feed_forward.dropout.p) == (0.2, 0.3)
+    back = block.to_torch()
+    assert (back.self_attn.dropout, back.dropout1.p, back.dropout.p) == (0.2, 0.2, 0.3)
+
+
+def test_the_hidden_layer_of_a_feed_forward_network_drops_while_training():
+    torch.manual_seed(9)
+    block, x = Block(16, heads=4, activation="swiglu", hidden_dropout=P), torch.randn(1, 64, 16)
+    seen = []
+    block.feed_forward.outer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    block(x)
+    block.eval()(x)
+    trained, plain = seen
+    share = float((trained == 0).double().mean())
+    assert abs(share - P) < 5 * (P * (1 - P) / trained.numel()) ** 0.5
+    torch.testing.assert_close(trained, torch.where(trained == 0, 0, plain / (1 - P)))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2.0])

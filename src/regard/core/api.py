@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..distributed import Shards
 
-__all__ = ["attend", "check_tensors", "normalize_inputs", "weights"]
+__all__ = ["attend", "check_tensors", "normalize_inputs", "try_sdpa", "weights"]
 
 
 def weights(
@@ -160,7 +160,7 @@ def attend(
     k = q if k is None else k
     v = k if v is None else v
     _check_align(align)
-    if engine == "auto" and (y := _try_sdpa(q, k, v, score, mask)) is not None:
+    if engine == "auto" and (y := try_sdpa(q, k, v, score, mask)) is not None:
         return y
     q, k, v = check_tensors(q=q, k=k, v=v)
     one_head = q.ndim == 2 and k.ndim == 2
@@ -193,8 +193,8 @@ def _first_of(*tensors: Tensor | None) -> Any:
 SMALL = 2**28
 
 
-def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
-    """PyTorch's fused attention, where it computes the same and is as fast; else None."""
+def try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any, dropout: float = 0.0) -> Tensor | None:
+    """PyTorch's fused attention, where it computes the same and is as fast; else None. It can drop weights."""
     refuse_jit_trace()
     if isinstance(score, str):
         plain = score in ("scaled_dot", "dot")
@@ -220,12 +220,33 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
     causal = isinstance(mask, Mask) and mask.band() == (None, 0)
     if causal and q.shape[-2] != k.shape[-2]:  # a branch: under torch.compile lengths may be SymInts
         causal = False
+    if q.device.type == "cuda" and isinstance(mask, Mask) and mask.rows_alike:
+        return None if grouped else _sdpa_of_real_keys(q, k, v, mask, scale, dropout)
     if mask is not None and not causal and (not small or (flags := _dense_bool_mask(q, k, mask)) is None):
         return None
     attention = torch.nn.functional.scaled_dot_product_attention
-    y = attention(q, k, v, attn_mask=flags, is_causal=causal, scale=scale, enable_gqa=grouped)
+    y = attention(q, k, v, attn_mask=flags, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped)
     # SDPA lets nan or inf of a hidden key into the output, as nan: then our engines compute it.
     return y if flags is None or bool(y.detach().sum().isfinite()) else None
+
+
+def _sdpa_of_real_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, dropout: float = 0.0
+) -> Tensor | None:  # fmt: skip
+    """PyTorch's attention under padding, without a wait for the GPU and without Triton, whose import takes seconds.
+
+    Padding becomes zeros, so that nothing of it reaches the output. None where gradients or long rows are for our
+    kernels, which drop no weights.
+    """
+    ours = torch.is_grad_enabled() or q.numel() * k.shape[-2] > SMALL
+    if is_tracing() or in_functorch() or (ours and not dropout):
+        return None
+    visible = _visible_cells(q, k, mask)
+    k, v = (x.masked_fill(~visible.mT, 0) for x in (k, v))
+    blind = ~visible.any(-1, keepdim=True)  # rows without a key see zeros: PyTorch's gradients of none would be NaN
+    seen = visible | blind
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, scale=scale)
+    return y.masked_fill(blind, 0)
 
 
 def _is_dense(x: Any) -> bool:
@@ -256,12 +277,16 @@ def _dense_bool_mask(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) and not (isinstance(mask, Mask) and mask.rows_alike):
         return None
-    mask = as_mask(mask)
-    full = (*q.shape[:-2], q.shape[-2], k.shape[-2])
-    mask = mask.broadcast_to(MatrixShape(full, 0, q.device))
     # A hidden key of −inf may leave the output finite, but not the gradients.
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad) and not bool(k.detach().sum().isfinite()):
         return None
+    return _visible_cells(q, k, as_mask(mask))
+
+
+def _visible_cells(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+    """Where the mask lets a query see a key, broadcasting to the matrix."""
+    full = (*q.shape[:-2], q.shape[-2], k.shape[-2])
+    mask = mask.broadcast_to(MatrixShape(full, 0, q.device))
     cells = mask.visible(MatrixBlock(slice(0, full[-2]), slice(0, full[-1]), 0, q.device))
     return cells.reshape(cells.shape[max(0, cells.ndim - q.ndim) :])  # q without a batch takes a mask without one
 

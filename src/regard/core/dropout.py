@@ -1,4 +1,4 @@
-"""Dropout of attention weights while training, in linear memory.
+"""Dropout of attention weights while training, in linear memory: PyTorch's fused attention on a GPU, or the code here.
 
 A dropped weight is 0, the others are divided by 1 − p, and rows are not normalised again:
 y_i = Σ_j d_ij w_ij v_j with d_ij = 0 or 1/(1 − p). Whether a weight is dropped is a hash of a seed and its position, so
@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .api import weights
+from .api import try_sdpa, weights
 from .masks.kinds import Mask
 from .scores.kinds import Score
 from .types import Align
@@ -33,12 +33,13 @@ def check_dropout(p: float) -> float:
 
 
 def attend_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, mask: Mask | None, align: Align | None, lse: Tensor, p: float
+    q: Tensor, k: Tensor, v: Tensor, score: Score, mask: Mask | None, align: Align | None, lse: Tensor | None, p: float
 ) -> Tensor:
     """Attention whose weights are dropped with probability p, (..., h, i, e); PyTorch's generator gives the seeds.
 
-    A second matrix has the score −inf where a weight is dropped. Its rows sum to exp(lse′), those of the first to
-    exp(lse), so its output times exp(lse′ − lse) is the sum of the weights that stay.
+    On a GPU PyTorch's fused attention computes it where score and mask allow. Elsewhere a second matrix has the score
+    −inf where a weight is dropped. Its rows sum to exp(lse′), those of the first to exp(lse), so its output times
+    exp(lse′ − lse) is the sum of the weights that stay.
 
     Args:
         q: Queries ``(..., h, i, d)``.
@@ -47,9 +48,13 @@ def attend_with_dropout(
         score: The score of both matrices.
         mask: The mask of both.
         align: As in `regard.weights`.
-        lse: That of the weights before dropout, ``(..., h, i)``.
+        lse: That of the weights before dropout, ``(..., h, i)``, where it is known.
         p: Probability of a weight to be dropped, below 1.
     """
+    if q.device.type == "cuda" and (y := try_sdpa(q, k, v, score, mask, p)) is not None:
+        return y
+    if lse is None:
+        lse = weights(q, k, score=score, mask=mask, align=align).lse()
     seeds = torch.randint(2**62, (q.shape[:-3].numel(), q.shape[-3], 1, 1), device=q.device)
     # `_drop` numbers cells by their positions, for which either alignment serves.
     align = align or ("start" if q.shape[-2] != k.shape[-2] else None)

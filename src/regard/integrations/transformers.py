@@ -49,9 +49,9 @@ def register() -> None:
     """Add `attn_implementation="regard"` to transformers.
 
     The model then computes attention by `regard.weights`, whose statistics are part of the autograd graph; collect
-    them with `statistics`. Attention dropout is computed block by block in PyTorch; statistics are those before it. A
-    model that transformers gives no choice of attention keeps its own, or raises `KeyError: 'regard'`;
-    `regard.record` sees it as it is.
+    them with `statistics`. Attention dropout is computed by PyTorch's fused attention on a GPU where score and mask
+    allow, else block by block; statistics are those before it. A model that transformers gives no choice of attention
+    keeps its own, or raises `KeyError: 'regard'`; `regard.record` sees it as it is.
 
     Example:
         >>> from regard.integrations import transformers

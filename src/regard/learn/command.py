@@ -198,14 +198,16 @@ def _add_generate(verbs: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     from .generate import sample, text_pieces
-    from .trained import open_model
-    from .training import choose_device
+    from .parallel import choose_device, wake
 
     _require(args.count >= 1, "count", args.count, "at least 1")
     _require(args.top is None or args.top >= 1, "top", args.top, "at least 1")
     _require(0 <= args.temperature < math.inf, "temperature", args.temperature, "at least 0 and finite")
     _require(args.seed is None or abs(args.seed) < 2**63, "seed", args.seed, "smaller than 2^63")
-    trained = open_model(args.model, choose_device(args.device))
+    wake(device := choose_device(args.device))
+    from .trained import open_model  # while the device starts
+
+    trained = open_model(args.model, device)
     trained.require("lm")
     ids = trained.default_prompt() if args.prompt is None else trained.ids(args.prompt)
     tokens = sample(
@@ -253,11 +255,13 @@ def _add_translation(verbs: Any) -> None:
 
 def _translate(args: argparse.Namespace) -> int:
     from .generate import Beam, bleu
+    from .parallel import choose_device, wake
     from .tokenizer import lines_of
-    from .trained import open_model
-    from .training import choose_device
 
-    trained = open_model(args.model, choose_device(args.device))
+    wake(device := choose_device(args.device))
+    from .trained import open_model  # while the device starts
+
+    trained = open_model(args.model, device)
     trained.require("translate")
     if args.text and args.file:
         raise ValueError("pass sentences or --file, not both.")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .settings import Settings
 
-__all__ = ["Muon", "make_optimizer", "orthogonal", "zero_state"]
+__all__ = ["Muon", "averaging_decay", "make_optimizer", "orthogonal", "zero_state"]
 
 MOMENTUM = 0.95
 #: Muon's learning rate as a multiple of AdamW's: its steps have a fixed size, whatever the gradient.
@@ -41,6 +41,11 @@ def zero_state(optimizer: torch.optim.AdamW | Muon, p: Tensor) -> dict[str, Tens
     return {
         "step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)
     }  # fmt: skip
+
+
+def averaging_decay(ema: float, step: int) -> float:
+    """The decay of the moving average of the weights at a step: it averages the last fifth of the steps at most."""
+    return min(ema, (1 + step) / (6 + step))
 
 
 class Muon:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Replicas", "joined"]
+__all__ = ["Replicas", "choose_device", "joined", "wake"]
 
 BatchPart = TypeVar("BatchPart")
 
@@ -92,6 +93,26 @@ class Replicas:
         """Wait for all processes."""
         if self.size > 1:
             torch.distributed.barrier()
+
+
+def choose_device(name: str) -> torch.device:
+    """A device by name; "auto" is a GPU if there is one."""
+    gpu = torch.cuda.is_available()
+    if name == "cuda" and not gpu:
+        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto.")
+    return torch.device("cuda" if gpu and name != "cpu" else "cpu")
+
+
+def wake(device: torch.device) -> None:
+    """Start a GPU in the background, which takes half a second, while a model and its input are read."""
+    if device.type == "cuda":
+        threading.Thread(target=_first_product, args=(device,), daemon=True).start()
+
+
+def _first_product(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError, AssertionError):  # the model's first use of the device says what is wrong
+        x = torch.ones(16, 16, device=device)
+        (x @ x).sum().item()
 
 
 @contextlib.contextmanager

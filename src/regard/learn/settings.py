@@ -35,7 +35,10 @@ ArchitectureName = Literal["regard", "gpt2"]
 TokensName = Literal["characters", "bytes", "bpe"]
 
 WARMUP_HELP = "steps in which the learning rate rises, at most a fifth of --steps; afterwards it falls as a cosine"
-EMA_HELP = "decay of an exponential moving average of the weights, which is then validated and saved; 0: none"
+EMA_HELP = (
+    "decay of an exponential moving average of the weights, at most of the last fifth of the steps, which is then "
+    "validated and saved; 0: none"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class Settings:
     hidden: int | None = option(None, "width of the feed-forward network (default: 8/3 of --dim)")
     positions: PositionsName = option("rotary", "position encoding", PositionsName)
     dropout: float = option(0.0, "dropout of embeddings and residual branches")
+    attention_dropout: float = option(0.0, "dropout of attention weights")
+    hidden_dropout: float = option(0.0, "dropout inside feed-forward networks")
     optimizer: OptimizerName = option("adamw", "muon learns more in a step, and a step takes longer", OptimizerName)
     lr: float = option(3e-3, "largest learning rate")
     warmup: int = option(100, WARMUP_HELP)
@@ -81,8 +86,8 @@ class Settings:
         self._require(self.warmup >= 0, "warmup", "at least 0")
         self._require(self.patience >= 0, "patience", "at least 0")
         self._require(self.accumulate <= self.batch, "accumulate", f"at most --batch {self.batch}")
-        self._require(0 <= self.dropout < 1, "dropout", "at least 0 and below 1")
-        self._require(0 <= self.ema < 1, "ema", "at least 0 and below 1")
+        for name in ("dropout", "attention_dropout", "hidden_dropout", "ema"):
+            self._require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
         self._require(0 < self.lr < math.inf, "lr", "above 0 and finite")
         self._require(self.clip > 0, "clip", "above 0")
         self._require(0 <= self.weight_decay < math.inf, "weight_decay", "at least 0 and finite")
@@ -124,12 +129,15 @@ class LMSettings(Settings):
         hidden: Width of the feed-forward network; None: 8/3 of `dim`.
         positions: "rotary", "sinusoidal" or "learned".
         dropout: Dropout of embeddings and residual branches.
+        attention_dropout: Dropout of attention weights.
+        hidden_dropout: Dropout inside feed-forward networks.
         optimizer: "adamw", or "muon" for the matrices of the blocks with AdamW for the rest.
         lr: Largest learning rate.
         warmup: Steps in which the learning rate rises, at most a fifth of `steps`; afterwards it falls as a cosine.
         weight_decay: AdamW's weight decay, of matrices only.
         clip: Largest norm of the gradient.
-        ema: Decay of an exponential moving average of the weights, which is validated and saved; 0: none.
+        ema: Decay of an exponential moving average of the weights, which is validated and saved; 0: none. It is
+            smaller in the first steps, so that the average is of the last fifth of them at most.
         accumulate: Parts of a batch that are computed one after the other, in less memory, to the same gradient.
         eval_every: Steps between two validations; each saves a checkpoint.
         patience: Validations without a smaller loss after which the run stops; 0: never.
@@ -217,6 +225,8 @@ class _Choices(TypedDict, total=False):
     hidden: int | None
     positions: PositionsName
     dropout: float
+    attention_dropout: float
+    hidden_dropout: float
     optimizer: OptimizerName
     lr: float
     warmup: int

@@ -83,7 +83,8 @@ def build(kind: str, settings: Any, vocabulary: int) -> nn.Module:
     """A new model with these settings."""
     shape = {
         "dim": settings.dim, "heads": settings.heads, "layers": settings.layers, "hidden": settings.hidden,
-        "dropout": settings.dropout, "positions": settings.positions,
+        "dropout": settings.dropout, "attention_dropout": settings.attention_dropout,
+        "hidden_dropout": settings.hidden_dropout, "positions": settings.positions,
     }  # fmt: skip
     if kind == "lm" and settings.architecture == "gpt2":
         return LanguageModel(vocabulary, context=settings.context, embedding_scale=1.0, activation="gelu_tanh", **shape)

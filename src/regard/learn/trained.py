@@ -95,12 +95,15 @@ class Trained:
             >>> trained.ids("cat").shape
             torch.Size([1, 3])
         """
+        return torch.tensor([self._numbers(text)], device=self.device)
+
+    def _numbers(self, text: str) -> list[int]:
         numbers = texts.encode(self.tokenizer, text)
         if self.kind == "translate":
             numbers = [*numbers, self._special(texts.END)]
         if not numbers:
             raise ValueError("the text is empty: at least one token is needed.")
-        return torch.tensor([numbers], device=self.device)
+        return numbers
 
     def default_prompt(self) -> Tensor:
         """The prompt where there is none: a new line, or the first token of a vocabulary that cannot write one.
@@ -138,7 +141,7 @@ class Trained:
             >>> trained.tokens("cat")
             ['c', 'a', 't']
         """
-        return self._strings(self.ids(text)[0].tolist())
+        return self._strings(self._numbers(text))
 
     def _strings(self, numbers: list[int]) -> list[str]:
         return [self.tokenizer.id_to_token(number) or texts.UNKNOWN for number in numbers]
@@ -197,7 +200,7 @@ class Trained:
         self.require("translate")
         model = cast(Translator, self.model)
         full = [n for n, line in enumerate(lines) if line.strip()]
-        encoded = {n: self.ids(lines[n])[0].tolist() for n in full}
+        encoded = {n: self._numbers(lines[n]) for n in full}  # not by `ids`, through the device and back
         limit = model.max_positions
         if limit is not None and (over := next((n for n in full if len(encoded[n]) > limit), None)) is not None:
             raise ValueError(

@@ -24,14 +24,14 @@ from . import checkpoint, run_folder, tasks
 from .captured import CapturedGradients, CudaGraphs
 from .data import step_seed
 from .interruption import Interrupted
-from .optimizer import make_optimizer, zero_state
-from .parallel import Replicas, joined
+from .optimizer import averaging_decay, make_optimizer, zero_state
+from .parallel import Replicas, choose_device, joined
 from .patterns import PatternLog
 from .pretrained import Pretrained, read_pretrained
 from .progress import TrainingProgress
 from .settings import LMChoices, LMSettings, Settings, TranslateChoices, TranslateSettings
 
-__all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
+__all__ = ["Diverged", "Result", "lm", "translate"]
 
 #: Steps between two reports of the loss and of the heads.
 WATCH_EVERY = 50
@@ -213,14 +213,6 @@ def _fitting(what: str, smaller: str) -> Iterator[None]:
         raise
 
 
-def choose_device(name: str) -> torch.device:
-    """A device by name; "auto" is a GPU if there is one."""
-    gpu = torch.cuda.is_available()
-    if name == "cuda" and not gpu:
-        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto.")
-    return torch.device("cuda" if gpu and name != "cpu" else "cpu")
-
-
 class _Training:
     """One run, from its current step to the end."""
 
@@ -324,9 +316,7 @@ class _Training:
             group["lr"] = self._rate(self.step)
         self.optimizer.step()
         if self.ema:
-            # A smaller decay in the first steps: the average must forget the initial weights.
-            decay = min(self.settings.ema, (1 + self.step) / (10 + self.step))
-            update = get_ema_multi_avg_fn(decay)
+            update = get_ema_multi_avg_fn(averaging_decay(self.settings.ema, self.step))
             update(list(self.ema.values()), [p.detach() for p in self.weights.values()], None)
         return loss, norm.detach(), heads
 

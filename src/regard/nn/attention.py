@@ -68,12 +68,13 @@ class _Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, probe: Probe | None
     ) -> Tensor:
         """Attention of all heads, (..., h, i, e). `regard.record` hooks this method."""
-        if probe is None and not self._active_dropout():
-            return attend(q, k, v, score=self.score(), mask=mask, align=align)
-        statistics = self._statistics(q, k, v, mask, align, () if probe is None else probe.names)
         if probe is not None:
+            statistics = self._statistics(q, k, v, mask, align, probe.names)
             probe._append(statistics)
-        return statistics.y
+            return statistics.y
+        if p := self._active_dropout():
+            return attend_with_dropout(q, k, v, self.score(), mask, align, None, p)
+        return attend(q, k, v, score=self.score(), mask=mask, align=align)
 
     def _statistics(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, names: Iterable[StatisticName],
@@ -119,8 +120,8 @@ class SelfAttention(_Attention):
         bias: Whether the projections have a bias.
         output: Whether there is a W_o.
         parameters: False gives the basic form softmax(x xᵀ) x, without any projection.
-        attention_dropout: Share of the weights dropped while training, the same in forward and backward. It is
-            computed block by block in PyTorch. Statistics and recordings are of the weights before dropout.
+        attention_dropout: Share of the weights dropped while training, the same in forward and backward: by PyTorch's
+            fused attention on a GPU, else block by block. Statistics and recordings are of the weights before dropout.
 
     Example:
         >>> layer = SelfAttention(16, heads=4)

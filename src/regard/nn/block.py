@@ -31,6 +31,7 @@ class FeedForward(nn.Module):
         hidden: Width of the hidden layer. Default: ``4 · dim``, and 8/3 of dim with a gate, which has a third matrix.
         activation: "gelu", "gelu_tanh" (GPT-2's approximation), "relu", "silu" or "swiglu".
         bias: Whether the linear maps have a bias.
+        dropout: Share of the hidden layer's numbers dropped while training.
 
     Example:
         >>> FeedForward(16, activation="swiglu")(torch.randn(2, 5, 16)).shape
@@ -38,8 +39,9 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self, dim: int, hidden: int | None = None, *, activation: ActivationName = "gelu", bias: bool = True
-    ) -> None:
+        self, dim: int, hidden: int | None = None, *, activation: ActivationName = "gelu", bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         gated = activation == "swiglu"
         name = "silu" if gated else activation
@@ -50,6 +52,7 @@ class FeedForward(nn.Module):
         self.inner = nn.Linear(dim, hidden, bias)
         self.gate = nn.Linear(dim, hidden, bias) if gated else None
         self.activation = ACTIVATIONS[name]()
+        self.dropout = nn.Dropout(dropout)
         self.outer = nn.Linear(hidden, dim, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ class FeedForward(nn.Module):
             torch.Size([5, 16])
         """
         hidden = self.activation(self.inner(x))
-        return self.outer(hidden if self.gate is None else hidden * self.gate(x))
+        return self.outer(self.dropout(hidden if self.gate is None else hidden * self.gate(x)))
 
     if TYPE_CHECKING:
 
@@ -85,6 +88,7 @@ class Block(nn.Module):
         norm: "layer" or "rms".
         norm_first: False puts the norms after the sums, as in the first Transformer.
         dropout: Share of the residual branches' numbers dropped while training.
+        hidden_dropout: The same of the feed-forward network's hidden layer.
         bias: Whether linear maps and norms have a bias.
         cross: Whether there is a cross-attention between the two.
         attention: Further arguments of `SelfAttention`: kv_heads, score, positions, causal, …. Cross-attention gets
@@ -97,8 +101,8 @@ class Block(nn.Module):
 
     def __init__(
         self, dim: int, heads: int = 1, *, hidden: int | None = None, activation: ActivationName = "gelu",
-        norm: NormName = "layer", norm_first: bool = True, dropout: float = 0.0, bias: bool = True, cross: bool = False,
-        **attention: Unpack[AttentionOptions],
+        norm: NormName = "layer", norm_first: bool = True, dropout: float = 0.0, hidden_dropout: float = 0.0,
+        bias: bool = True, cross: bool = False, **attention: Unpack[AttentionOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         check_layer_options(self, attention, AttentionOptions)
@@ -108,7 +112,7 @@ class Block(nn.Module):
         cross_options: dict[str, Any] = {name: value for name, value in attention.items() if name not in own}
         self.cross = CrossAttention(dim, heads, bias=bias, **cross_options) if cross else None
         self.cross_norm = make_norm(norm, dim, bias) if cross else None
-        self.feed_forward = FeedForward(dim, hidden, activation=activation, bias=bias)
+        self.feed_forward = FeedForward(dim, hidden, activation=activation, bias=bias, dropout=hidden_dropout)
         self.feed_forward_norm = make_norm(norm, dim, bias)
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first

@@ -66,6 +66,7 @@ class ModelOptions(_SharedOptions, total=False):
     activation: ActivationName
     norm: NormName
     norm_first: bool
+    hidden_dropout: float
     bias: bool
 
 

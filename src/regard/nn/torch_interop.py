@@ -61,7 +61,7 @@ def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
     bias = layer.linear1.bias is not None
     new = Block(
         dim, layer.self_attn.num_heads, hidden=hidden, activation=_activation_name(layer.activation),
-        norm_first=layer.norm_first, dropout=layer.dropout1.p, bias=bias, causal=causal,
+        norm_first=layer.norm_first, dropout=layer.dropout1.p, hidden_dropout=layer.dropout.p, bias=bias, causal=causal,
     ).to(layer.linear1.weight)  # fmt: skip  # before copying: float64 weights must not pass through float32
     new.attention = self_attention(layer.self_attn, causal)
     pairs = [
@@ -160,6 +160,7 @@ def encoder_layer(block: Block) -> nn.TransformerEncoderLayer:
     layer.norm1.load_state_dict(block.attention_norm.state_dict())
     layer.norm2.load_state_dict(block.feed_forward_norm.state_dict())
     layer.norm1.eps, layer.norm2.eps = block.attention_norm.eps, block.feed_forward_norm.eps  # type: ignore[assignment]
+    layer.dropout.p = feed.dropout.p
     layer.linear1.load_state_dict(feed.inner.state_dict())
     layer.linear2.load_state_dict(feed.outer.state_dict())
     return layer.train(block.training)
