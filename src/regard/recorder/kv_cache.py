@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,19 @@ from ..core.types import Align
 from .calls import AttentionCall, SavedCall
 from .mask_recognition import ParsedMask, RowIntervals, intervals, recognise
 
-__all__ = ["CachedGeneration", "CannotStitch", "continues"]
+__all__ = ["CachedGeneration", "CannotStitch", "WaitingKeys", "compare_keys", "continues"]
 
 #: The most numbers that a stitched position bias, or stitched eager weights, may have.
 DENSE_CELLS = 2**26
 
 #: Devices whose numbers can be read without waiting for others.
 AT_HAND = ("cpu",)
+
+#: The most bytes of a layer's keys that wait for those of the other layers, to be compared with them.
+WAITING_BYTES = 2**22
+
+#: Keys that should be equal, and the generation that they belong to.
+WaitingKeys = list[tuple["CachedGeneration", Tensor, Tensor]]
 
 CHANGED = "keys change between steps, as when beam search reorders the cache"
 
@@ -62,6 +69,7 @@ class CachedGeneration:
         self.cross, self.first = cross, first
         w = first.w
         self.steps = 1
+        self._unchanged: list[Tensor] = []  # flags on a GPU: whether keys that two steps share were equal
         if w is not None:
             end = w.shape[-1] if cross or w.shape[-1] == w.shape[-2] else _filled_slots(w)
             self.rows_of_w = [w[..., :end]]
@@ -73,7 +81,6 @@ class CachedGeneration:
         assert first.score is not None
         self.queries = [first.q]
         visible = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
-        self._unchanged: list[Tensor] = []  # flags on a GPU: whether keys that two steps share were equal
         end = first.k.shape[2] if cross else int(visible.hi.max())
         self.keys = first.k[:, :, :end]
         self.values = None if first.v is None else first.v[:, :, :end]
@@ -122,6 +129,36 @@ class CachedGeneration:
             visible = RowIntervals(visible.lo + shift, visible.hi + shift)
         self.row_intervals.append(visible)
         self.biases.append(None if bias is None else bias[..., : self.total])
+
+    def grow(self, saved: SavedCall, waiting: WaitingKeys) -> bool:
+        """Add a step of a cache that grew, which sees all keys: as `extend`, in fewer operations.
+
+        Args:
+            saved: Its tensors.
+            waiting: Where keys are put that are to be compared when all layers have made their step.
+
+        Returns:
+            Whether it is such a step; else nothing was changed.
+        """
+        q, k, before, total = saved.q, saved.k, self.keys, self.total
+        if q is None or k is None or self.cross or saved.mask is not None or q.shape[:2] != self.queries[0].shape[:2]:
+            return False
+        m, (b, g, n, d) = q.shape[2], k.shape
+        if n != total + m or (b, g, total, d) != before.shape:
+            return False
+        old = k[:, :, :total]
+        if k.device.type in AT_HAND or k.nbytes > WAITING_BYTES or k.dtype is not before.dtype:
+            self._is_step = True
+            if not self._are_equal(old, before):
+                raise CannotStitch(CHANGED)
+        else:
+            waiting.append((self, old, before))
+        self.steps += 1
+        self.queries.append(q)
+        self.row_intervals.append(_all_keys(m, n))
+        self.biases.append(None)
+        self.keys, self.values, self.total = k, saved.v, n
+        return True
 
     def _cut_back(self, positions: int, saved: SavedCall) -> None:
         """Forget the last rows, and their keys, if the cache was cut back to fewer positions."""
@@ -266,6 +303,20 @@ class CachedGeneration:
             row += part.shape[2]
         others = tuple(modifier for modifier in score.modifiers if not hasattr(modifier, "tensor"))
         return dataclasses.replace(score, modifiers=others).bias(stitched)
+
+
+def compare_keys(waiting: WaitingKeys) -> None:
+    """Compare the keys of all layers of a step at once; whether they changed is read at the end of the block."""
+    groups: dict[Any, WaitingKeys] = {}
+    for one in waiting:
+        groups.setdefault((one[1].shape, one[1].dtype, one[1].device), []).append(one)
+    waiting.clear()
+    for group in groups.values():
+        now = torch.stack([keys for _, keys, _ in group])
+        before = torch.stack([keys for *_, keys in group])
+        flags = (now == before).flatten(1).all(1)
+        for (generation, *_), flag in zip(group, flags.unbind(), strict=True):
+            generation._unchanged.append(flag)
 
 
 def _filled_slots(w: Tensor) -> int:

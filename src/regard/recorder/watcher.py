@@ -27,9 +27,10 @@ from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call, 
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
 from .hooks.call_site import CAPTURED, CallSite, calling_module, original_module
+from .hooks.census import census_of
 from .hooks.eager_attention import EagerTracker
+from .hooks.heard_layers import HeardLayers, regime_of
 from .hooks.model_hooks import Hook, batch_size, first_axes, is_compiled, remove_all
-from .hooks.twin_layers import TwinLayers, regime_of
 from .observer import RefusedWarning
 from .slicing import real_rows, row_mean
 
@@ -142,7 +143,6 @@ class Watch:
         self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither call back nor warn
         # The modules of a compiled model are those of the original, under their own names.
         modules = dict(original_module(model).named_modules())
-        self._modules = list(modules.items())
         self._names = {id(module): name for name, module in modules.items()}
         for name, module in modules.items():
             if is_compiled(module):
@@ -234,7 +234,8 @@ class Watch:
             self.fresh = False
             if self.step % self.every == 0:
                 regime = "watch", regime_of(model, args, kwargs)
-                look = _PassListener(self._names, self._modules, self.step, first_axes(args, kwargs), regime)
+                model = original_module(model)
+                look = _PassListener(self._names, model, self.step, first_axes(args, kwargs), regime)
                 self._looks[threading.get_ident()] = look
                 tap.activate(look)
 
@@ -299,12 +300,7 @@ class _PassListener:
     hears_products = True
 
     def __init__(
-        self,
-        names: dict[int, str],
-        modules: list[tuple[str, nn.Module]],
-        step: int,
-        axes: tuple[int, int] | None,
-        regime: Any,
+        self, names: dict[int, str], model: nn.Module, step: int, axes: tuple[int, int] | None, regime: Any
     ) -> None:
         self.names, self.step, self.axes = names, step, axes
         self.layers: dict[str, dict[str, Tensor]] = {}  # on the model's device
@@ -312,8 +308,8 @@ class _PassListener:
         self.rows: dict[tuple[int, torch.device], _RealRows] = {}  # by parsed mask: layers share it
         self.refused: list[tuple[str, str]] = []
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
-        self.twins = TwinLayers(modules, [], weakref.WeakMethod(self._tracker))
-        self.twins.begin(regime)
+        self.heard = HeardLayers(*census_of(model), [], weakref.WeakMethod(self._tracker))
+        self.heard.begin(regime)
         self._waiting: list[tuple[str, AttentionCall, SavedCall]] = []  # calls whose measures are still to be taken
         self._bytes = 0  # of their queries and keys
 
@@ -336,17 +332,21 @@ class _PassListener:
         if (site := self.call_site(frame)) is not None:
             self.refuse(site.name, reason)
 
+    def read_number(self, number: Any) -> None:
+        self.heard.read(number)
+        self._hear()
+
     def distrust(self) -> None:
-        self.twins.distrust()
+        self.heard.distrust()
         self._hear()
 
     def _tracker(self) -> EagerTracker:
         return self.eager
 
     def _hear(self) -> None:
-        """Intercept as much as the twins of the layers that come ask for; see `twin_layers`."""
-        if self.twins.hears != self.hears_products:
-            self.hears_products = self.twins.hears
+        """Intercept as much as the layers that come ask for; see `heard_layers`."""
+        if self.heard.hears != self.hears_products:
+            self.hears_products = self.heard.hears
             tap.hear_products()
 
     def compiling(self, frame: FrameType) -> None:
@@ -358,6 +358,9 @@ class _PassListener:
 
     def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
         """Not reported: `wants_ids` is False."""
+
+    def attention_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> bool:
+        return False
 
     def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
         if site.hides_modules:
@@ -378,7 +381,7 @@ class _PassListener:
                 self.measure()
         else:
             self.layers[name] = self._measures(call, saved, 1)[0]
-        self.twins.call(name)
+        self.heard.call(name)
         self._hear()
 
     def measure(self) -> None:
@@ -409,7 +412,7 @@ class _PassListener:
             except Exception as error:  # never reaches the model
                 for name, *_ in group:
                     self.layers.pop(name, None)
-                    self.refuse(name, f"recording it failed: {type(error).__name__}: {error}")
+                    self.refuse(name, tap.failure(error))
                 continue
             for (name, *_), measures in zip(group, every, strict=True):
                 if name in self.layers:  # else it was retracted

@@ -31,6 +31,7 @@ __all__ = [
     "Listener",
     "activate",
     "deactivate",
+    "failure",
     "follow",
     "guarded",
     "hear_products",
@@ -197,8 +198,13 @@ class guarded:  # noqa: N801  a context manager; a generator would take as long 
             self._keys.__exit__(kind, error, trace)
         if kind is None or not issubclass(kind, Exception):
             return False
-        self._listener.refuse_at(self._frame, f"recording it failed: {kind.__name__}: {error}")
+        self._listener.refuse_at(self._frame, failure(error))
         return True
+
+
+def failure(error: BaseException | None) -> str:
+    """The reason of a refusal where recording raised an error."""
+    return f"recording it failed: {type(error).__name__}: {error}"
 
 
 def is_suspended() -> bool:
@@ -214,6 +220,7 @@ def intercept(
     attends: bool = False,
     skip: Skip | None = None,
     multiplies: bool = False,
+    native: Callable[..., Any] | None = None,
 ) -> None:
     """Register a handler for an operator, once per operator.
 
@@ -226,6 +233,7 @@ def intercept(
         skip: Which calls are not reported while no softmax is open: for operators that a model calls far more often
             than attention.
         multiplies: Whether its result may be scores where it cannot be read, as inside `torch.vmap`.
+        native: The operator as PyTorch's own Python calls it, for one whose calls a listener may know.
     """
     if (key, f"{namespace}::{name}") in _registered:
         return
@@ -237,7 +245,9 @@ def intercept(
             return
         library = torch.library.Library(namespace, "IMPL")
         report = _reporter(op._schema, handler, (), attends, skip, multiplies)
-        if skip is None:
+        if native is not None:
+            library.impl(name, _kernel_of_known(op, native, report), key)
+        elif skip is None:
             library.impl(name, _kernel(op, report), key)
         else:
             _pass_through(FOLLOW_KEY)
@@ -362,6 +372,26 @@ def _kernel(op: Any, report: CallReport) -> Callable[..., Any]:
         with guard(keys):
             out = run(*args, **kwargs)
             report(args, kwargs, out, sys._getframe(1))
+        return out
+
+    return kernel
+
+
+def _kernel_of_known(op: Any, native: Callable[..., Any], report: CallReport) -> Callable[..., Any]:
+    """The same for an operator whose calls a listener may know again: each function that is called here costs.
+
+    Python's own function is quicker than the operator's, since the model has just called it.
+    """
+    run, keys, guard = getattr(op, "_op", op), _all_keys(), torch._C._ExcludeDispatchKeyGuard
+    count_modes = torch._C._len_torch_function_stack  # a function mode would see the native function again
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with guard(keys):
+            out = run(*args, **kwargs) if count_modes() else native(*args, **kwargs)
+            live, frame = _thread.listeners, sys._getframe(1)
+            only = live[0]() if len(live) == 1 else None
+            if only is None or not only.attention_again(args, kwargs, out, frame):
+                report(args, kwargs, out, frame)
         return out
 
     return kernel

@@ -1,0 +1,107 @@
+"""Calls of scaled_dot_product_attention that come again: from the same code, in the same form, with other numbers.
+
+To read a call takes some hundred functions of Python: which module it came from, which axis is that of the heads, what
+the mask hides, whether keys come from another sequence. All of it follows from the code on the stack, the module and
+its attributes, and the layout of the operands. So these are remembered for each module beside what else was heard of it
+(`heard_layers`), and the same again is recorded without a second reading.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ...core.torch_state import in_backward, in_functorch, in_jit_trace
+from ..calls import SavedCall, without_tensors
+from .call_site import may_have_other_sequence
+
+if TYPE_CHECKING:
+    from ..calls import AttentionCall, LayerKind
+    from .call_site import CallSite
+
+__all__ = ["Form", "KnownCall", "form_of", "known_call"]
+
+
+class Form(NamedTuple):
+    """What the calls of one module have in common."""
+
+    codes: tuple[CodeType, ...]  # of the stack, from the operator's caller to the call of the module
+    layout: tuple[Any, ...]  # of the operands
+    scale: float | None
+    is_causal: bool
+    is_square: bool
+    kind: LayerKind
+    unmasked: SavedCall | None  # the score and the mask of a call without a mask of tensors
+
+
+class KnownCall(NamedTuple):
+    """The operands of a call of a known form."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    shape: tuple[int, int, int, int]  # b h i j
+
+
+def form_of(site: CallSite, call: AttentionCall, kind: LayerKind, saved: SavedCall) -> Form | None:
+    """The form of a call that was read and saved; None if more than a form tells how to read it."""
+    q, k, v, frame = call.q, call.k, call.v, site.frame
+    if not call.as_given or q is None or k is None or v is None or frame is None or site.module is None:
+        return None
+    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+    codes: list[CodeType] = []
+    at: FrameType | None = frame
+    while first is site.module and at is not None:
+        codes.append(at.f_code)
+        if "call_impl" in at.f_code.co_name:
+            unmasked = None if call.mask is not None else without_tensors(saved)
+            square = q.shape[2] == k.shape[2]
+            return Form(tuple(codes), _layout(q, k, v), call.scale, call.is_causal, square, kind, unmasked)
+        if may_have_other_sequence(at.f_code):
+            return None
+        at = at.f_back
+    return None
+
+
+def known_call(
+    form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType
+) -> KnownCall | None:
+    """The operands of a call, if it has this form: by the arguments of the operator, its result and its caller."""
+    count = len(args)
+    if count < 3 or kwargs.get("scale") != form.scale:
+        return None
+    at: FrameType | None = frame
+    for code in form.codes:
+        if at is None or at.f_code is not code:
+            return None
+        at = at.f_back
+    q, k, v = args[:3]
+    if (
+        type(q) is not Tensor
+        or type(k) is not Tensor
+        or type(v) is not Tensor
+        or q.is_nested
+        or k.is_nested
+        or v.is_nested
+    ):
+        return None
+    is_causal = args[5] if count > 5 else kwargs.get("is_causal", False)
+    if out.dtype is not q.dtype or is_causal is not form.is_causal or _layout(q, k, v) != form.layout:
+        return None
+    if in_functorch() or in_backward() or in_jit_trace():
+        return None
+    b, h, i, _ = q.shape
+    j = k.shape[2]
+    if (i == j) is not form.is_square:
+        return None
+    return KnownCall(q, k, v, args[3] if count > 3 else kwargs.get("attn_mask"), (b, h, i, j))
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What tells the axes of the operands apart; the number of keys does not."""
+    b, g, _, d = k.shape
+    c, e, _, _ = v.shape
+    return q.shape, q.stride(), q.dtype, q.device, b, g, d, k.dtype, k.device, c, e
