@@ -227,7 +227,8 @@ class ThreadRecorder:
         with self.shared.lock:
             if not self.shared.closed:
                 self._add(name, site, call)
-        self._hear(self.heard.call(name))
+        if not self.heard.again(name):
+            self._hear(self.heard.call(name))
 
     def attention_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> bool:
         one, code, names = self._pass, frame.f_code, self.shared.names

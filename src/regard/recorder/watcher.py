@@ -244,6 +244,7 @@ class Watch:
         if look is None:
             return
         tap.deactivate(look)
+        look.heard.end(output is not None)
         with self._lock:
             self.layers, self.fresh, self.refused = look.numbers_on_host(), True, look.refused
             if not look.layers and is_compiled(model):
@@ -381,8 +382,9 @@ class _PassListener:
                 self.measure()
         else:
             self.layers[name] = self._measures(call, saved, 1)[0]
-        self.heard.call(name)
-        self._hear()
+        if not self.heard.again(name):
+            self.heard.call(name)
+            self._hear()
 
     def measure(self) -> None:
         """Take the measures of the calls that wait: one request for all layers of a shape, and a mask.

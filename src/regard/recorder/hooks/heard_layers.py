@@ -149,7 +149,10 @@ class HeardLayers:
         heard = self._heard
         if heard is None:
             return []
-        missed = self._close(None) if completed else []
+        missed: list[str] = []
+        is_same = self._now is None and self._at == len(heard.names) and not self.hears
+        if completed and not (is_same and self._entered == heard.entered[self._at]):  # type: ignore[index]
+            missed = self._close(None)
         if completed and self._census.is_regular and (now := self._now) is not None:
             heard.numbers = self._numbers
             heard.names, heard.quiet, heard.entered, heard.others = now.names, now.quiet, now.entered, now.others
