@@ -383,15 +383,24 @@ def _kernel_of_known(op: Any, native: Callable[..., Any], report: CallReport) ->
     Python's own function is quicker than the operator's, since the model has just called it.
     """
     run, keys, guard = getattr(op, "_op", op), _all_keys(), torch._C._ExcludeDispatchKeyGuard
+    include, key = torch._C._dispatch_tls_set_dispatch_key_included, _key(RECORD_KEY)
     count_modes = torch._C._len_torch_function_stack  # a function mode would see the native function again
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with guard(keys):
-            out = run(*args, **kwargs) if count_modes() else native(*args, **kwargs)
-            live, frame = _thread.listeners, sys._getframe(1)
-            only = live[0]() if len(live) == 1 else None
-            if only is None or not only.attention_again(args, kwargs, out, frame):
+        live = _thread.listeners
+        only = live[0]() if len(live) == 1 else None
+        if only is None or only.hears_products or count_modes():
+            with guard(keys):
+                out = run(*args, **kwargs)
+                report(args, kwargs, out, sys._getframe(1))
+            return out
+        include(key, False)  # a third of what a guard costs; the other two keys are not included
+        try:
+            out, frame = native(*args, **kwargs), sys._getframe(1)
+            if not only.attention_again(args, kwargs, out, frame):
                 report(args, kwargs, out, frame)
+        finally:
+            include(key, bool(_thread.listeners))
         return out
 
     return kernel
