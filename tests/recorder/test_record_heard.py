@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
-from regard.recorder import kv_cache, watcher
+from regard.recorder import kv_cache, watch_listener
 from regard.recorder.hooks import tap
 
 
@@ -389,7 +389,7 @@ def test_keys_that_are_compared_at_the_end_are_compared(edits, x, monkeypatch):
 def test_layers_that_are_measured_at_once_have_the_same_numbers(net, x, monkeypatch):
     looks = []
     for most in (0, 2**26):
-        monkeypatch.setattr(watcher, "WAITING_BYTES", most)
+        monkeypatch.setattr(watch_listener, "WAITING_BYTES", most)
         with regard.watch(net.train(), every=1) as watching:
             net(x)
         looks.append(watching.numbers())

@@ -24,7 +24,7 @@ from .hooks import tap
 from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
 from .hooks.heard_layers import UNHEARD, HeardLayers
-from .hooks.known_calls import Form, KnownCall, form_of, known_call
+from .hooks.known_calls import Form, KnownCall, form_of, is_shareable, recognised
 from .hooks.model_hooks import ModelHooks, batch_size
 from .kv_cache import CannotStitch, WaitingKeys, compare_keys
 from .layer import row_statistics
@@ -231,16 +231,15 @@ class ThreadRecorder:
             self._hear(self.heard.call(name))
 
     def attention_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> bool:
-        one, code, names = self._pass, frame.f_code, self.shared.names
-        if self.depth == 0 or not self._shares or names is None or not code.co_argcount:
+        one, names = self._pass, self.shared.names
+        if self.depth == 0 or not self._shares or names is None:
             return False
         if (one is None or one.fresh) and (self._last is not None or self.shared.done):
             return False  # it may be a step of a generation
-        name = names.get(id(frame.f_locals.get(code.co_varnames[0])))
-        form = None if name is None else self.heard.forms.get(name)
-        known = None if form is None else known_call(form, args, kwargs, out, frame)
-        if name is None or form is None or known is None:
+        found = recognised(names, self.heard.forms, args, kwargs, out, frame)
+        if found is None:
             return False
+        name, form, known = found
         like = form.unmasked if known.mask is None else self._like_of(known, form)
         if like is None:
             return False
@@ -318,7 +317,7 @@ class ThreadRecorder:
     def _learn(self, name: str, site: CallSite, call: AttentionCall, kind: LayerKind | None, saved: SavedCall) -> None:
         """Remember how this call was read, for those that come again."""
         self._like = None
-        if not self._shares or kind is None or name != site.name or not _is_shareable(call):
+        if not self._shares or kind is None or name != site.name or not is_shareable(call):
             return
         if call.mask is not None:
             asked = call.scale, call.is_causal, call.shape
@@ -402,14 +401,6 @@ def _saves_all(shared: SharedRecording) -> bool:
     """Whether every call is saved as it is: queries and keys, without a graph, where they are."""
     is_plain = shared.keep == "factors" and shared.device is None and shared.spill is None and not shared.grad
     return is_plain and shared.only is None and shared.names is not None
-
-
-def _is_shareable(call: AttentionCall) -> bool:
-    """Whether the score and the mask of a call hold nothing of the call itself."""
-    parsed, mask = call.parsed_mask, call.mask
-    if not call.as_given or parsed is None or (mask is not None and mask.is_inference()):
-        return False
-    return parsed.bias is None and parsed.uniform_rows is None
 
 
 def _kind(site: CallSite, call: AttentionCall) -> LayerKind:

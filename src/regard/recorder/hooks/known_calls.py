@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..calls import AttentionCall, LayerKind
     from .call_site import CallSite
 
-__all__ = ["Form", "KnownCall", "form_of", "known_call"]
+__all__ = ["Form", "KnownCall", "form_of", "is_shareable", "recognised"]
 
 
 class Form(NamedTuple):
@@ -46,6 +46,14 @@ class KnownCall(NamedTuple):
     shape: tuple[int, int, int, int]  # b h i j
 
 
+def is_shareable(call: AttentionCall) -> bool:
+    """Whether the score and the mask of a call hold nothing of the call itself."""
+    parsed, mask = call.parsed_mask, call.mask
+    if not call.as_given or parsed is None or (mask is not None and mask.is_inference()):
+        return False
+    return parsed.bias is None and parsed.uniform_rows is None
+
+
 def form_of(site: CallSite, call: AttentionCall, kind: LayerKind, saved: SavedCall) -> Form | None:
     """The form of a call that was read and saved; None if more than a form tells how to read it."""
     q, k, v, frame = call.q, call.k, call.v, site.frame
@@ -66,7 +74,32 @@ def form_of(site: CallSite, call: AttentionCall, kind: LayerKind, saved: SavedCa
     return None
 
 
-def known_call(
+def recognised(
+    names: dict[int, str],
+    forms: dict[str, Form],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    frame: FrameType,
+) -> tuple[str, Form, KnownCall] | None:
+    """A call of a known form: the name of its module, the form and the operands.
+
+    Args:
+        names: The names of the model's modules, by id.
+        forms: The known forms, by name.
+        args: Arguments of the operator.
+        kwargs: Those by name.
+        out: Its result.
+        frame: Its caller.
+    """
+    code = frame.f_code
+    name = names.get(id(frame.f_locals.get(code.co_varnames[0]))) if code.co_argcount else None
+    form = None if name is None else forms.get(name)
+    known = None if form is None else _known_call(form, args, kwargs, out, frame)
+    return None if name is None or form is None or known is None else (name, form, known)
+
+
+def _known_call(
     form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType
 ) -> KnownCall | None:
     """The operands of a call, if it has this form: by the arguments of the operator, its result and its caller."""
