@@ -64,7 +64,7 @@ class AttentionCall:
     is_self: bool | None = None  # whether queries and keys come from one sequence, where the handler knows
     native: bool = False  # whether PyTorch's C++ path computed it, which has no gradients
     matrix: Weights | None = None  # the matrix that computed it, where regard did
-    as_given: bool = False  # whether q and k are what the operator took, by the layout of its operands alone
+    is_direct: bool = False  # whether q and k are what the operator took, by the layout of its operands alone
     _shape: tuple[int, int, int, int] | None = None
 
     @property

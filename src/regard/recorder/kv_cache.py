@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from ..core.scores.kinds import Score
 from ..core.types import Align
 from .calls import AttentionCall, SavedCall
 from .mask_recognition import ParsedMask, RowIntervals, intervals, recognise
+
+X = TypeVar("X")
 
 __all__ = ["CachedGeneration", "CannotStitch", "WaitingKeys", "compare_keys", "continues"]
 
@@ -270,20 +272,16 @@ class CachedGeneration:
         return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)
 
     def _mask(self, q: Tensor) -> tuple[Mask | None, Align | None]:
-        b = max(part.lo.shape[0] for part in self.row_intervals)
-        lo = torch.cat([part.lo.expand(b, -1) for part in self.row_intervals], 1)
-        hi = torch.cat([part.hi.expand(b, -1) for part in self.row_intervals], 1)
-        rows = RowIntervals(lo, hi)
-        structured = recognise(rows, self.total)
+        rows, structured = _joined(tuple(map(_Same, self.row_intervals)), self.total)
         if structured is not None:
             mask, align = structured
             # Aligned at the end: the last query is the last position.
             mask = None if mask is None else tree_map(mask, lambda t: t.to(q.device))
             return mask, None if self.cross and (mask is None or not mask.positional) else align
-        if b * q.shape[2] * self.total > DENSE_CELLS:
+        if rows.lo.numel() * self.total > DENSE_CELLS:
             raise CannotStitch("its mask is neither causal, a window nor padding, and too large for a dense one")
         at = torch.arange(self.total)
-        cells = (at >= lo[..., None]) & (at < hi[..., None])
+        cells = (at >= rows.lo[..., None]) & (at < rows.hi[..., None])
         return Dense(cells[:, None].to(q.device)), None if self.cross else "end"
 
     def _score(self, q: Tensor) -> Score:
@@ -303,6 +301,31 @@ class CachedGeneration:
             row += part.shape[2]
         others = tuple(modifier for modifier in score.modifiers if not hasattr(modifier, "tensor"))
         return dataclasses.replace(score, modifiers=others).bias(stitched)
+
+
+class _Same(Generic[X]):
+    """An object that is equal to itself alone: masks and rows that the layers of a step share."""
+
+    __slots__ = ("one",)
+
+    def __init__(self, one: X) -> None:
+        self.one = one
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.one is other.one
+
+    def __hash__(self) -> int:
+        return id(self.one)
+
+
+@functools.lru_cache(maxsize=1)
+def _joined(steps: tuple[_Same[RowIntervals], ...], keys: int) -> tuple[RowIntervals, tuple[Mask | None, Align] | None]:
+    """The rows of all steps, and their structured mask; for all layers at once, which follow each other."""
+    b = max(step.one.lo.shape[0] for step in steps)
+    lo = torch.cat([step.one.lo.expand(b, -1) for step in steps], 1)
+    hi = torch.cat([step.one.hi.expand(b, -1) for step in steps], 1)
+    rows = RowIntervals(lo, hi)
+    return rows, recognise(rows, keys)
 
 
 def compare_keys(waiting: WaitingKeys) -> None:
@@ -332,16 +355,30 @@ def _intervals(
     if mask is None:  # as in every step of one token
         return _all_keys(i, j)
     if parsed is None or parsed.mask is None:
-        return _read_intervals(mask, i, j, align, device)
+        return (
+            _shared_intervals(_Same(mask), i, j, align)
+            if not _has_tensors(mask)
+            else _read_intervals(mask, i, j, align, device)
+        )
     if parsed.rows is None:
         parsed.rows = _read_intervals(mask, i, j, align, device)
     return parsed.rows
 
 
-def _read_intervals(mask: Mask, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
+@functools.lru_cache(maxsize=1)
+def _shared_intervals(mask: _Same[Mask], i: int, j: int, align: Align | None) -> RowIntervals:
+    """The same of a mask without tensors, for all layers at once, which follow each other."""
+    return _read_intervals(mask.one, i, j, align, torch.device("cpu"))
+
+
+def _has_tensors(mask: Mask) -> bool:
     tensors: list[Tensor] = []
     tree_map(mask, lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
-    geometry = Geometry(i, j, j - i if align == "end" else 0, device if tensors else torch.device("cpu"))
+    return bool(tensors)
+
+
+def _read_intervals(mask: Mask, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
+    geometry = Geometry(i, j, j - i if align == "end" else 0, device if _has_tensors(mask) else torch.device("cpu"))
     if mask.dense_parts():
         cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), geometry.offset, geometry.device))
         rows = intervals(cells.expand(*cells.shape[:2], i, j))

@@ -246,7 +246,7 @@ class ThreadRecorder:
         try:
             with self.shared.lock:
                 if not self.shared.closed:
-                    self._add_again(self._running(), name, form, known, like)
+                    self._add_again(one or self._running(), name, form, known, like)
             if not self.heard.again(name):
                 self._hear(self.heard.call(name))
         except Exception as error:  # never reaches the model

@@ -77,6 +77,7 @@ class HeardLayers:
         self._modules, self._entered, self._tracker = modules, entered, tracker
         self.hears = True  # whether products are to be intercepted now
         self._reads: list[tuple[dict[str, Any], Any]] = []  # attributes of modules, and what reads them
+        self.forms: dict[str, Form] = {}  # of calls in passes of this regime, by the name of the module
         self._heard: Heard | None = None  # of the regime of the pass, if one is open
         self._now: Heard | None = None  # what the pass does; None: so far what was heard
         self._at: int | None = 0  # the number of the next call there; None: the calls are others
@@ -97,13 +98,9 @@ class HeardLayers:
                 regimes.clear()
             heard = regimes[regime] = Heard(attributes=self._attributes())
         self._heard, self._now, self._at = heard, None, 0
+        self.forms = heard.forms
         self._numbers, self._is_other = [], False
         self._open()
-
-    @property
-    def forms(self) -> dict[str, Form]:
-        """The forms of calls in passes of this regime, by the name of the module."""
-        return {} if self._heard is None else self._heard.forms
 
     def again(self, name: str) -> bool:
         """A module attends, after what was heard before it, and nothing is to be heard after it; else use `call`."""
@@ -156,12 +153,12 @@ class HeardLayers:
         if completed and self._census.is_regular and (now := self._now) is not None:
             heard.numbers = self._numbers
             heard.names, heard.quiet, heard.entered, heard.others = now.names, now.quiet, now.entered, now.others
-        self._heard, self.hears = None, True
+        self._heard, self.hears, self.forms = None, True, {}
         return missed
 
     def distrust(self) -> None:
         """A layer does what it had not done: all is heard from now on."""
-        self._census.is_regular, self.hears, self._heard = False, True, None
+        self._census.is_regular, self.hears, self._heard, self.forms = False, True, None, {}
         self._census.facts.pop("regimes", None)
 
     def _memory_of_scores(self) -> EagerTracker:

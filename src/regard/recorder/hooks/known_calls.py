@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ...core.torch_state import in_backward, in_functorch, in_jit_trace
+from ...core.torch_state import in_plain_forward
 from ..calls import SavedCall, without_tensors
 from .call_site import may_have_other_sequence
 
@@ -49,7 +49,7 @@ class KnownCall(NamedTuple):
 def is_shareable(call: AttentionCall) -> bool:
     """Whether the score and the mask of a call hold nothing of the call itself."""
     parsed, mask = call.parsed_mask, call.mask
-    if not call.as_given or parsed is None or (mask is not None and mask.is_inference()):
+    if not call.is_direct or parsed is None or (mask is not None and mask.is_inference()):
         return False
     return parsed.bias is None and parsed.uniform_rows is None
 
@@ -57,7 +57,7 @@ def is_shareable(call: AttentionCall) -> bool:
 def form_of(site: CallSite, call: AttentionCall, kind: LayerKind, saved: SavedCall) -> Form | None:
     """The form of a call that was read and saved; None if more than a form tells how to read it."""
     q, k, v, frame = call.q, call.k, call.v, site.frame
-    if not call.as_given or q is None or k is None or v is None or frame is None or site.module is None:
+    if not call.is_direct or q is None or k is None or v is None or frame is None or site.module is None:
         return None
     first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
     codes: list[CodeType] = []
@@ -124,7 +124,7 @@ def _known_call(
     is_causal = args[5] if count > 5 else kwargs.get("is_causal", False)
     if out.dtype is not q.dtype or is_causal is not form.is_causal or _layout(q, k, v) != form.layout:
         return None
-    if in_functorch() or in_backward() or in_jit_trace():
+    if not in_plain_forward():
         return None
     b, h, i, _ = q.shape
     j = k.shape[2]

@@ -98,10 +98,10 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
         return
     if mask is not None and q.ndim == 3:
         mask = split_heads(mask, site.module, batch) if mask.shape[0] > 1 else mask[None]
-    as_given = q4 is call["query"] and k4 is call["key"] and mask is call["attn_mask"]
+    is_direct = q4 is call["query"] and k4 is call["key"] and mask is call["attn_mask"]
     if (group := _repeats_of(k4, q4, site.module)) > 1:
-        as_given, (k4, v4) = False, _without_repeats(k4, v4, group)
-    read = AttentionCall(q4, k4, v4, scale=call["scale"], mask=mask, is_causal=call["is_causal"], as_given=as_given)
+        is_direct, (k4, v4) = False, _without_repeats(k4, v4, group)
+    read = AttentionCall(q4, k4, v4, scale=call["scale"], mask=mask, is_causal=call["is_causal"], is_direct=is_direct)
     listener.attention(site, read)
 
 
