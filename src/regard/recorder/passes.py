@@ -91,7 +91,7 @@ class OpenPass:
         self.before: int | None = None  # positions in the cache before this step, where it may have been cut back
         self.count = 0
         self._times: dict[str, int] = {}
-        self._found: dict[tuple[str, int], Call] = {}
+        self._by_place: dict[tuple[str, int], Call] = {}
 
     def number_call(self, name: str) -> tuple[int, int]:
         """The number of a call in this pass, and among the calls of its module."""
@@ -108,15 +108,15 @@ class OpenPass:
 
     def add(self, call: Call) -> None:
         self.calls.append(call)
-        self._found[call.name, call.nth] = call
+        self._by_place[call.name, call.nth] = call
 
     def remove(self, call: Call) -> None:
         self.calls.remove(call)
-        self._found.pop((call.name, call.nth), None)
+        self._by_place.pop((call.name, call.nth), None)
 
     def find(self, name: str, nth: int) -> Call | None:
         """The call of a module of that name, the nth of its calls."""
-        return self._found.get((name, nth))
+        return self._by_place.get((name, nth))
 
 
 def with_encoders(passes: list[OpenPass]) -> list[OpenPass]:

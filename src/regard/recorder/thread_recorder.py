@@ -23,9 +23,9 @@ from .detached import DetachedWeights, as_detached
 from .hooks import tap
 from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
-from .hooks.heard_layers import UNHEARD, HeardLayers
-from .hooks.known_calls import Form, KnownCall, form_of, is_shareable, recognised
+from .hooks.layer_history import UNHEARD, LayerHistory
 from .hooks.model_hooks import ModelHooks, batch_size
+from .hooks.recurring_calls import Form, RecurringCall, form_of, is_shareable, recognised
 from .kv_cache import CannotStitch, WaitingKeys, compare_keys
 from .layer import row_statistics
 from .passes import Call, OpenPass
@@ -79,7 +79,7 @@ class ThreadRecorder:
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
         here = weakref.WeakMethod(self._tracker)
         hooks = shared.hooks
-        self.heard = HeardLayers(None if guest else hooks.census, hooks.modules, hooks.entered, here)
+        self.history = LayerHistory(None if guest else hooks.census, hooks.modules, hooks.entered, here)
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self._shares = _saves_all(shared) and not guest  # whether calls may share what was read of the one before
         self._like: tuple[Any, ...] | None = None  # the last call with a mask: mask, version, shape, score and mask
@@ -102,7 +102,7 @@ class ThreadRecorder:
         if self.depth == 0:
             self.end_pass()
             self.axes = axes
-            self.heard.begin(regime)
+            self.history.begin(regime)
             self._hear([])
         self.depth += 1
 
@@ -110,7 +110,7 @@ class ThreadRecorder:
         """The model's own forward ends."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
-            self._hear(self.heard.end(completed))
+            self._hear(self.history.end(completed))
             self.end_pass()
         self.leave()
 
@@ -118,19 +118,19 @@ class ThreadRecorder:
         """Intercept as much as the layers that come ask for, and name those that did something else."""
         for name in unheard:
             self.refuse(name, UNHEARD)
-        if self.heard.hears != self.hears_products:
-            self.hears_products = self.heard.hears
+        if self.history.hears != self.hears_products:
+            self.hears_products = self.history.hears
             tap.hear_products()
 
     def _tracker(self) -> EagerTracker:
         return self.eager
 
     def read_number(self, number: Any) -> None:
-        self.heard.read(number)
+        self.history.read(number)
         self._hear([])
 
     def distrust(self) -> None:
-        self.heard.distrust()
+        self.history.distrust()
         self._hear([])
 
     def enter(self) -> None:
@@ -227,8 +227,8 @@ class ThreadRecorder:
         with self.shared.lock:
             if not self.shared.closed:
                 self._add(name, site, call)
-        if not self.heard.again(name):
-            self._hear(self.heard.call(name))
+        if not self.history.again(name):
+            self._hear(self.history.call(name))
 
     def attention_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> bool:
         one, names = self._pass, self.shared.names
@@ -236,38 +236,38 @@ class ThreadRecorder:
             return False
         if (one is None or one.fresh) and (self._last is not None or self.shared.done):
             return False  # it may be a step of a generation
-        found = recognised(names, self.heard.forms, args, kwargs, out, frame)
-        if found is None:
+        recurring = recognised(names, self.history.forms, args, kwargs, out, frame)
+        if recurring is None:
             return False
-        name, form, known = found
-        like = form.unmasked if known.mask is None else self._like_of(known, form)
+        name, form, operands = recurring
+        like = form.unmasked if operands.mask is None else self._like_of(operands, form)
         if like is None:
             return False
         try:
             with self.shared.lock:
                 if not self.shared.closed:
-                    self._add_again(one or self._running(), name, form, known, like)
-            if not self.heard.again(name):
-                self._hear(self.heard.call(name))
+                    self._add_again(one or self._running(), name, form, operands, like)
+            if not self.history.again(name):
+                self._hear(self.history.call(name))
         except Exception as error:  # never reaches the model
             self.refuse(name, tap.failure(error))
         return True
 
-    def _like_of(self, known: KnownCall, form: Form) -> SavedCall | None:
+    def _like_of(self, operands: RecurringCall, form: Form) -> SavedCall | None:
         """The last call of the pass, if it had the same mask, so that its score and its mask may be shared."""
         if self._like is None:
             return None
-        mask, version, asked, saved = self._like
-        is_same = known.mask is mask and known.mask is not None and known.mask._version == version
-        return saved if is_same and asked == (form.scale, form.is_causal, known.shape) else None
+        mask, version, settings, saved = self._like
+        is_same = operands.mask is mask and operands.mask is not None and operands.mask._version == version
+        return saved if is_same and settings == (form.scale, form.is_causal, operands.shape) else None
 
-    def _add_again(self, one: OpenPass, name: str, form: Form, known: KnownCall, like: SavedCall) -> None:
+    def _add_again(self, one: OpenPass, name: str, form: Form, operands: RecurringCall, like: SavedCall) -> None:
         """Save a call of a known form, with the score and the mask of another one."""
         number, nth = one.number_call(name)
-        saved = save_again(known.q, known.k, known.v if self.wants_values else None, like)
+        saved = save_again(operands.q, operands.k, operands.v if self.wants_values else None, like)
         one.fresh = False
         if one.step_of is None:
-            one.add(Call(name, number, nth, form.kind, saved, known.shape))
+            one.add(Call(name, number, nth, form.kind, saved, operands.shape))
             return
         entry = one.step_of.find(name, nth)
         if entry is not None and one.before is None:
@@ -278,7 +278,8 @@ class ThreadRecorder:
                 self.refuse(name, str(error))
                 one.step_of.remove(entry)
                 return
-        call = AttentionCall(known.q, known.k, known.v, scale=form.scale, mask=known.mask, is_causal=form.is_causal)
+        q, k, v, mask, _ = operands
+        call = AttentionCall(q, k, v, scale=form.scale, mask=mask, is_causal=form.is_causal)
         call.parse_mask(self.masks)
         self._add_step(one.step_of, one.before, name, nth, call, saved)
 
@@ -320,10 +321,10 @@ class ThreadRecorder:
         if not self._shares or kind is None or name != site.name or not is_shareable(call):
             return
         if call.mask is not None:
-            asked = call.scale, call.is_causal, call.shape
-            self._like = call.mask, call.mask._version, asked, without_tensors(saved)
+            settings = call.scale, call.is_causal, call.shape
+            self._like = call.mask, call.mask._version, settings, without_tensors(saved)
         if (form := form_of(site, call, kind, saved)) is not None:
-            self.heard.forms[name] = form
+            self.history.forms[name] = form
 
     # Passes.
 

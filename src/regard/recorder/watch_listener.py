@@ -17,9 +17,9 @@ from .hooks import tap
 from .hooks.call_site import CAPTURED, CallSite, calling_module
 from .hooks.census import census_of
 from .hooks.eager_attention import EagerTracker
-from .hooks.heard_layers import HeardLayers
-from .hooks.known_calls import form_of, is_shareable, recognised
+from .hooks.layer_history import LayerHistory
 from .hooks.model_hooks import batch_size
+from .hooks.recurring_calls import form_of, is_shareable, recognised
 from .slicing import real_rows, row_mean
 
 __all__ = ["PassListener"]
@@ -45,8 +45,8 @@ class PassListener:
         self.rows: dict[tuple[int, torch.device], _RealRows] = {}  # by parsed mask: layers share it
         self.refused: list[tuple[str, str]] = []
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
-        self.heard = HeardLayers(*census_of(model), [], weakref.WeakMethod(self._tracker))
-        self.heard.begin(regime)
+        self.history = LayerHistory(*census_of(model), [], weakref.WeakMethod(self._tracker))
+        self.history.begin(regime)
         self._waiting: list[tuple[str, AttentionCall, SavedCall]] = []  # calls whose measures are still to be taken
         self._bytes = 0  # of their queries and keys
 
@@ -70,20 +70,20 @@ class PassListener:
             self.refuse(site.name, reason)
 
     def read_number(self, number: Any) -> None:
-        self.heard.read(number)
+        self.history.read(number)
         self._hear()
 
     def distrust(self) -> None:
-        self.heard.distrust()
+        self.history.distrust()
         self._hear()
 
     def _tracker(self) -> EagerTracker:
         return self.eager
 
     def _hear(self) -> None:
-        """Intercept as much as the layers that come ask for; see `heard_layers`."""
-        if self.heard.hears != self.hears_products:
-            self.hears_products = self.heard.hears
+        """Intercept as much as the layers that come ask for; see `layer_history`."""
+        if self.history.hears != self.hears_products:
+            self.hears_products = self.history.hears
             tap.hear_products()
 
     def compiling(self, frame: FrameType) -> None:
@@ -97,10 +97,10 @@ class PassListener:
         """Not reported: `wants_ids` is False."""
 
     def attention_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> bool:
-        found = recognised(self.names, self.heard.forms, args, kwargs, out, frame)
-        if found is None:
+        recurring = recognised(self.names, self.history.forms, args, kwargs, out, frame)
+        if recurring is None:
             return False
-        name, form, (q, k, v, mask, _) = found
+        name, form, (q, k, v, mask, _) = recurring
         if mask is not None or form.unmasked is None:
             return False
         with tap.guarded(self, frame):
@@ -116,7 +116,7 @@ class PassListener:
         call.parse_mask(self.masks)
         saved = save_call(call, False, None)
         if submodule is None and is_shareable(call) and (form := form_of(site, call, "self", saved)) is not None:
-            self.heard.forms[site.name] = form
+            self.history.forms[site.name] = form
         self._add(f"{site.name}.{submodule}" if submodule else site.name, call, saved)
 
     def _add(self, name: str, call: AttentionCall, saved: SavedCall) -> None:
@@ -132,8 +132,8 @@ class PassListener:
                 self.measure()
         else:
             self.layers[name] = self._measures(call, saved, 1)[0]
-        if not self.heard.again(name):
-            self.heard.call(name)
+        if not self.history.again(name):
+            self.history.call(name)
             self._hear()
 
     def measure(self) -> None:

@@ -24,7 +24,7 @@ from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
 from .hooks.call_site import CAPTURED, original_module
 from .hooks.census import census_of
-from .hooks.heard_layers import regime_of
+from .hooks.layer_history import regime_of
 from .hooks.model_hooks import Hook, first_axes, is_compiled, remove_all
 from .observer import RefusedWarning
 from .watch_listener import PassListener
@@ -235,7 +235,7 @@ class Watch:
         if look is None:
             return
         tap.deactivate(look)
-        look.heard.end(output is not None)
+        look.history.end(output is not None)
         with self._lock:
             self.layers, self.fresh, self.refused = look.numbers_on_host(), True, look.refused
             if not look.layers and is_compiled(model):

@@ -82,11 +82,11 @@ class Census:
         self.parts = [(n, [*parts], [numbers[id(part)] for part in parts.values()]) for n, parts in every if parts]
         self.leaves = [n for n, parts in every if not parts]
         try:
-            found = {
+            every_function = {
                 n: {key: weakref.ref(x) for key, x in own.items() if type(x) in _FUNCTIONS}
                 for n, own in enumerate(owns)
             }
-            self.functions = {n: functions for n, functions in found.items() if functions}
+            self.functions = {n: functions for n, functions in every_function.items() if functions}
             self.hooks = _own_hooks(owns)
             self.forwards = {kind: weakref.ref(kind.forward) for kind in dict.fromkeys(self.kinds)}
         except TypeError:  # a function that cannot be referred to
@@ -111,12 +111,12 @@ def census_of(model: nn.Module) -> tuple[Census, list[tuple[str, nn.Module]]]:
 
 def _own_hooks(owns: list[dict[str, Any]]) -> dict[int, list[Any]]:
     """The hooks of modules, by their number, that no recording has set."""
-    found: dict[int, list[Any]] = {}
+    every: dict[int, list[Any]] = {}
     for n, own in enumerate(owns):
         for name in _HOOKS:
             if own[name]:
-                found[n] = found.get(n, []) + [weakref.ref(x) for x in own[name].values() if not isinstance(x, OwnHook)]
-    return {n: hooks for n, hooks in found.items() if hooks}
+                every[n] = every.get(n, []) + [weakref.ref(x) for x in own[name].values() if not isinstance(x, OwnHook)]
+    return {n: hooks for n, hooks in every.items() if hooks}
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

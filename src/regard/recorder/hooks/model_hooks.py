@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...core.torch_state import in_backward
 from .call_site import CAPTURED, is_only_thread, is_plain_layer, looks_like_attention
 from .census import Census, OwnHook, census_of
-from .heard_layers import regime_of
+from .layer_history import regime_of
 
 __all__ = ["Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
 
@@ -161,7 +161,7 @@ class ThreadEvents(Protocol):
     """The part of a recording that follows one thread, by what happens in it."""
 
     def begin(self, axes: tuple[int, int] | None, regime: Any) -> None:
-        """The model's own forward begins, with an input of these first axes, in this regime; see `heard_layers`."""
+        """The model's own forward begins, with an input of these first axes, in this regime; see `layer_history`."""
 
     def end(self, completed: bool) -> None:
         """The model's own forward ends, with a result or by an exception."""
@@ -203,10 +203,10 @@ class ModelHooks:
 
     def names(self) -> dict[int, str]:
         """The names of the model's modules, by id."""
-        known = {} if self.census is None else self.census.facts
-        if "names" not in known:
-            known["names"] = {id(module): name for name, module in self.modules}
-        names: dict[int, str] = known["names"]
+        memory = {} if self.census is None else self.census.facts
+        if "names" not in memory:
+            memory["names"] = {id(module): name for name, module in self.modules}
+        names: dict[int, str] = memory["names"]
         return names
 
     def attach(self, here: Callable[[], ThreadEvents | None]) -> None:
@@ -246,11 +246,11 @@ class ModelHooks:
         return self.modules[n][1]._parameters.values() if self.modules else ()
 
     def _facts(self, anew: bool = False) -> _Facts:
-        """What the model's modules are; found once, while they stay the same."""
-        known = {} if self.census is None else self.census.facts
-        if anew or "hooks" not in known:
-            known["hooks"] = _facts_of(self.modules)
-        facts: _Facts = known["hooks"]
+        """The facts about the model's modules, gathered once while they stay the same."""
+        memory = {} if self.census is None else self.census.facts
+        if anew or "hooks" not in memory:
+            memory["hooks"] = _facts_of(self.modules)
+        facts: _Facts = memory["hooks"]
         return facts
 
     def _hook_all(self) -> None:

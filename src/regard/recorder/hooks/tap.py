@@ -246,7 +246,7 @@ def intercept(
         library = torch.library.Library(namespace, "IMPL")
         report = _reporter(op._schema, handler, (), attends, skip, multiplies)
         if native is not None:
-            library.impl(name, _kernel_of_known(op, native, report), key)
+            library.impl(name, _kernel_of_recurring(op, native, report), key)
         elif skip is None:
             library.impl(name, _kernel(op, report), key)
         else:
@@ -377,12 +377,9 @@ def _kernel(op: Any, report: CallReport) -> Callable[..., Any]:
     return kernel
 
 
-def _kernel_of_known(op: Any, native: Callable[..., Any], report: CallReport) -> Callable[..., Any]:
-    """The same for an operator whose calls a listener may know again: each function that is called here costs.
-
-    Python's own function is quicker than the operator's, since the model has just called it.
-    """
-    run, keys, guard = getattr(op, "_op", op), _all_keys(), torch._C._ExcludeDispatchKeyGuard
+def _kernel_of_recurring(op: Any, native: Callable[..., Any], report: CallReport) -> Callable[..., Any]:
+    """The same for an operator whose calls come again; Python's own function is warm, since the model has called it."""
+    run, keys, guard = op._op, _all_keys(), torch._C._ExcludeDispatchKeyGuard
     include, key = torch._C._dispatch_tls_set_dispatch_key_included, _key(RECORD_KEY)
     count_modes = torch._C._len_torch_function_stack  # a function mode would see the native function again
 
@@ -396,8 +393,8 @@ def _kernel_of_known(op: Any, native: Callable[..., Any], report: CallReport) ->
             return out
         include(key, False)  # a third of what a guard costs; the other two keys are not included
         try:
-            out, frame = native(*args, **kwargs), sys._getframe(1)
-            if not only.attention_again(args, kwargs, out, frame):
+            out = native(*args, **kwargs)
+            if not only.attention_again(args, kwargs, out, frame := sys._getframe(1)):
                 report(args, kwargs, out, frame)
         finally:
             include(key, bool(_thread.listeners))

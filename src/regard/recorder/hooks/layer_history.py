@@ -1,4 +1,4 @@
-"""What a model was heard to do: where it computed no scores of its own, no product is intercepted the next time.
+"""The history of a model: where it computed no scores of its own, no product is intercepted the next time.
 
 A model on fused kernels calls a dozen products, sums and means a layer, each of which takes as long in Python as the
 operator itself. So the operators between two attention calls are heard once, in every layer by itself, and again
@@ -6,8 +6,8 @@ wherever anything differs: the arguments of the pass, the configuration, the mod
 and hooks, the order of the calls, or a number that was read from a tensor, from there on. No layer is trusted for what
 another one did.
 
-What no attribute shows is caught where it ends: softmax is intercepted always, and an attention module that ran
-without a call where it had made one is named. Either ends the trust in the model, for this recording and those that
+Another way that no attribute shows is caught where it ends: softmax is intercepted always, and an attention module that
+ran without a call where it had made one is named. Either ends the trust in the model, for this recording and those that
 follow.
 """
 
@@ -26,10 +26,10 @@ from .call_site import is_plain_layer
 from .census import Census
 
 if TYPE_CHECKING:
-    from .known_calls import Form
+    from .recurring_calls import Form
     from .softmax_trail import EagerTracker
 
-__all__ = ["UNHEARD", "HeardLayers", "regime_of"]
+__all__ = ["UNHEARD", "LayerHistory", "regime_of"]
 
 UNHEARD = (
     "it attends in another way than it was heard to before, and its products were not all followed; record the model "
@@ -44,8 +44,8 @@ REGIMES = 16
 
 
 @dataclass
-class Heard:
-    """What the model did in the passes of one regime."""
+class PassHistory:
+    """The course of the passes of one regime."""
 
     names: list[str] = field(default_factory=list)  # of the modules that attended, call by call
     quiet: list[bool] = field(default_factory=list)  # whether no scores may have been computed before each, and behind
@@ -56,11 +56,11 @@ class Heard:
     forms: dict[str, Form] = field(default_factory=dict)  # of the calls, by the name of the module
 
 
-class HeardLayers:
+class LayerHistory:
     """One thread's pass through a model beside those that were heard before.
 
     Args:
-        census: What is remembered of the model; None: all is heard.
+        census: What is remembered of the model; None: all is past.
         modules: The model's modules by name.
         entered: The names of modules that look like attention and were called, emptied here at every attention call.
         tracker: A weak reference to a method that gives the memory of products and softmaxes.
@@ -78,8 +78,8 @@ class HeardLayers:
         self.hears = True  # whether products are to be intercepted now
         self._reads: list[tuple[dict[str, Any], Any]] = []  # attributes of modules, and what reads them
         self.forms: dict[str, Form] = {}  # of calls in passes of this regime, by the name of the module
-        self._heard: Heard | None = None  # of the regime of the pass, if one is open
-        self._now: Heard | None = None  # what the pass does; None: so far what was heard
+        self._past: PassHistory | None = None  # of the regime of the pass, if one is open
+        self._now: PassHistory | None = None  # what the pass does; None: so far what was heard
         self._at: int | None = 0  # the number of the next call there; None: the calls are others
         self._before = 0  # products and softmaxes at the last call
         self._numbers: list[Any] = []  # that the pass has read
@@ -90,24 +90,24 @@ class HeardLayers:
         if not self._census.is_regular:
             return
         regimes = self._census.facts.setdefault("regimes", {})
-        heard, attributes = regimes.get(regime), self._attributes()
-        if heard is None or not _are_equal(attributes, heard.attributes):
+        past, attributes = regimes.get(regime), self._attributes()
+        if past is None or not _are_equal(attributes, past.attributes):
             self._census.facts.pop("readers", None)  # an attribute may be of another type
             self._reads = []
             if len(regimes) >= REGIMES:
                 regimes.clear()
-            heard = regimes[regime] = Heard(attributes=self._attributes())
-        self._heard, self._now, self._at = heard, None, 0
-        self.forms = heard.forms
+            past = regimes[regime] = PassHistory(attributes=self._attributes())
+        self._past, self._now, self._at = past, None, 0
+        self.forms = past.forms
         self._numbers, self._is_other = [], False
         self._open()
 
     def again(self, name: str) -> bool:
         """A module attends, after what was heard before it, and nothing is to be heard after it; else use `call`."""
-        heard, at = self._heard, self._at
-        if heard is None or self.hears or self._now is not None or at is None or at >= len(heard.names):
+        past, at = self._past, self._at
+        if past is None or self.hears or self._now is not None or at is None or at >= len(past.names):
             return False
-        if heard.names[at] != name or self._entered != heard.entered[at] or not heard.quiet[at + 1]:
+        if past.names[at] != name or self._entered != past.entered[at] or not past.quiet[at + 1]:
             return False
         self._at = at + 1
         self._entered.clear()
@@ -115,12 +115,12 @@ class HeardLayers:
 
     def read(self, number: Any) -> None:
         """A number, or a size that depends on numbers, is read from a tensor: another one may lead elsewhere."""
-        heard = self._heard
-        if heard is None:
+        past = self._past
+        if past is None:
             return
         at = len(self._numbers)
         self._numbers.append(number)
-        if heard.numbers[at : at + 1] != [number]:
+        if past.numbers[at : at + 1] != [number]:
             self._is_other = self.hears = True
 
     def call(self, name: str) -> list[str]:
@@ -129,36 +129,36 @@ class HeardLayers:
         Returns:
             Modules that should have attended before it, as they had done, and did not.
         """
-        heard, at = self._heard, self._at
-        if heard is None:
+        past, at = self._past, self._at
+        if past is None:
             return []
         missed = self._close(name)
-        if at is not None and heard.names[at : at + 1] == [name]:
+        if at is not None and past.names[at : at + 1] == [name]:
             self._at = at + 1
         else:  # a layer was left out, or calls come in another order
-            self._at = heard.names.index(name) + 1 if name in heard.names else None
-        if self._heard is not None:
+            self._at = past.names.index(name) + 1 if name in past.names else None
+        if self._past is not None:
             self._open()
         return missed
 
     def end(self, completed: bool) -> list[str]:
         """The pass ends; the same as `call`."""
-        heard = self._heard
-        if heard is None:
+        past = self._past
+        if past is None:
             return []
         missed: list[str] = []
-        is_same = self._now is None and self._at == len(heard.names) and not self.hears
-        if completed and not (is_same and self._entered == heard.entered[self._at]):  # type: ignore[index]
+        is_same = self._now is None and self._at == len(past.names) and not self.hears
+        if completed and not (is_same and self._entered == past.entered[self._at]):  # type: ignore[index]
             missed = self._close(None)
         if completed and self._census.is_regular and (now := self._now) is not None:
-            heard.numbers = self._numbers
-            heard.names, heard.quiet, heard.entered, heard.others = now.names, now.quiet, now.entered, now.others
-        self._heard, self.hears, self.forms = None, True, {}
+            past.numbers = self._numbers
+            past.names, past.quiet, past.entered, past.others = now.names, now.quiet, now.entered, now.others
+        self._past, self.hears, self.forms = None, True, {}
         return missed
 
     def distrust(self) -> None:
         """A layer does what it had not done: all is heard from now on."""
-        self._census.is_regular, self.hears, self._heard, self.forms = False, True, None, {}
+        self._census.is_regular, self.hears, self._past, self.forms = False, True, None, {}
         self._census.facts.pop("regimes", None)
 
     def _memory_of_scores(self) -> EagerTracker:
@@ -170,30 +170,30 @@ class HeardLayers:
         tracker = self._memory_of_scores()
         self._before = tracker.started
         self._entered.clear()
-        quiet = self._heard.quiet if self._heard is not None else []
+        quiet = self._past.quiet if self._past is not None else []
         is_quiet = self._at is not None and self._at < len(quiet) and quiet[self._at]
         self.hears = not is_quiet or self._is_other or bool(tracker.open or tracker.scores)
 
     def _close(self, name: str | None) -> list[str]:
-        """A stretch ends with a call of that name: it was heard, or must be what it was before."""
-        heard, at = self._heard, self._at
-        assert heard is not None
+        """A stretch ends with a call of that name: it was past, or must be what it was before."""
+        past, at = self._past, self._at
+        assert past is not None
         others = [one for one in self._entered if one != name and (name is None or not _is_part(name, one))]
         is_quiet = not self.hears or self._memory_of_scores().started == self._before
         self._add(name, is_quiet, list(self._entered), others)
         if self.hears:
             return []
-        is_known = at is not None and [*heard.names, None][at : at + 1] == [name]
-        expected = heard.others[at] if is_known else [one for stretch in heard.others for one in stretch]  # type: ignore[index]
+        is_same_call = at is not None and [*past.names, None][at : at + 1] == [name]
+        expected = past.others[at] if is_same_call else [one for stretch in past.others for one in stretch]  # type: ignore[index]
         missed = [one for one in others if one not in expected]
         if missed:
             self.distrust()
         return missed
 
     def _add(self, name: str | None, is_quiet: bool, entered: list[str], others: list[str]) -> None:
-        heard, at = self._heard, self._at or 0
-        if (now := self._now) is None and heard is not None:
-            now = self._now = Heard(heard.names[:at], heard.quiet[:at], heard.entered[:at], heard.others[:at])
+        past, at = self._past, self._at or 0
+        if (now := self._now) is None and past is not None:
+            now = self._now = PassHistory(past.names[:at], past.quiet[:at], past.entered[:at], past.others[:at])
         assert now is not None
         if name is not None:
             now.names.append(name)

@@ -3,7 +3,7 @@
 To read a call takes some hundred functions of Python: which module it came from, which axis is that of the heads, what
 the mask hides, whether keys come from another sequence. All of it follows from the code on the stack, the module and
 its attributes, and the layout of the operands. So these are remembered for each module beside what else was heard of it
-(`heard_layers`), and the same again is recorded without a second reading.
+(`layer_history`), and the same again is recorded without a second reading.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..calls import AttentionCall, LayerKind
     from .call_site import CallSite
 
-__all__ = ["Form", "KnownCall", "form_of", "is_shareable", "recognised"]
+__all__ = ["Form", "RecurringCall", "form_of", "is_shareable", "recognised"]
 
 
 class Form(NamedTuple):
-    """What the calls of one module have in common."""
+    """The common part of the calls of one module."""
 
     codes: tuple[CodeType, ...]  # of the stack, from the operator's caller to the call of the module
     layout: tuple[Any, ...]  # of the operands
@@ -36,7 +36,7 @@ class Form(NamedTuple):
     unmasked: SavedCall | None  # the score and the mask of a call without a mask of tensors
 
 
-class KnownCall(NamedTuple):
+class RecurringCall(NamedTuple):
     """The operands of a call of a known form."""
 
     q: Tensor
@@ -81,7 +81,7 @@ def recognised(
     kwargs: dict[str, Any],
     out: Any,
     frame: FrameType,
-) -> tuple[str, Form, KnownCall] | None:
+) -> tuple[str, Form, RecurringCall] | None:
     """A call of a known form: the name of its module, the form and the operands.
 
     Args:
@@ -95,13 +95,13 @@ def recognised(
     code = frame.f_code
     name = names.get(id(frame.f_locals.get(code.co_varnames[0]))) if code.co_argcount else None
     form = None if name is None else forms.get(name)
-    known = None if form is None else _known_call(form, args, kwargs, out, frame)
-    return None if name is None or form is None or known is None else (name, form, known)
+    call = None if form is None else _recurring_call(form, args, kwargs, out, frame)
+    return None if name is None or form is None or call is None else (name, form, call)
 
 
-def _known_call(
+def _recurring_call(
     form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType
-) -> KnownCall | None:
+) -> RecurringCall | None:
     """The operands of a call, if it has this form: by the arguments of the operator, its result and its caller."""
     count = len(args)
     if count < 3 or kwargs.get("scale") != form.scale:
@@ -130,11 +130,11 @@ def _known_call(
     j = k.shape[2]
     if (i == j) is not form.is_square:
         return None
-    return KnownCall(q, k, v, args[3] if count > 3 else kwargs.get("attn_mask"), (b, h, i, j))
+    return RecurringCall(q, k, v, args[3] if count > 3 else kwargs.get("attn_mask"), (b, h, i, j))
 
 
 def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What tells the axes of the operands apart; the number of keys does not."""
+    """The sizes, steps and types that tell the axes of the operands apart; the number of keys does not."""
     b, g, _, d = k.shape
     c, e, _, _ = v.shape
     return q.shape, q.stride(), q.dtype, q.device, b, g, d, k.dtype, k.device, c, e
