@@ -23,6 +23,7 @@ __all__ = [
     "in_gradient_transform",
     "in_jit_trace",
     "in_plain_eager",
+    "in_plain_forward",
     "is_tracing",
     "is_zero_tensor",
     "outside_of_graphs",
@@ -112,6 +113,13 @@ def in_functionalize() -> bool:
 def in_jit_trace() -> bool:
     """True while torch.jit.trace runs the code."""
     return _tracing_state is not None and _tracing_state() is not None
+
+
+def in_plain_forward() -> bool:
+    """True outside of torch.func transforms, of autograd's backward and of torch.jit.trace, in one call."""
+    if (_interpreter is not None and _interpreter() is not None) or (_graph_task is not None and _graph_task() != -1):
+        return False
+    return _tracing_state is None or _tracing_state() is None
 
 
 def in_plain_eager() -> bool:

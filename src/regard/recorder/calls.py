@@ -22,7 +22,17 @@ from ..core.weights import Weights
 from .detached import ConstantWeights, DetachedWeights, RecordedWeights
 from .mask_recognition import ParsedMask, parse_mask
 
-__all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall", "save_call", "visible_counts"]
+__all__ = [
+    "AttentionCall",
+    "LayerKind",
+    "MaskCache",
+    "Overwritten",
+    "SavedCall",
+    "save_again",
+    "save_call",
+    "visible_counts",
+    "without_tensors",
+]
 
 #: Whether keys and queries come from one sequence.
 LayerKind: TypeAlias = Literal["self", "cross"]
@@ -54,6 +64,7 @@ class AttentionCall:
     is_self: bool | None = None  # whether queries and keys come from one sequence, where the handler knows
     native: bool = False  # whether PyTorch's C++ path computed it, which has no gradients
     matrix: Weights | None = None  # the matrix that computed it, where regard did
+    is_direct: bool = False  # whether q and k are what the operator took, by the layout of its operands alone
     _shape: tuple[int, int, int, int] | None = None
 
     @property
@@ -187,6 +198,22 @@ def save_call(
             saved.row_results = call.matrix._row_results()
     if values and v is not None:
         saved.v = _saved_tensor(v, saved.versions, device, copy)
+    return saved
+
+
+def without_tensors(saved: SavedCall) -> SavedCall:
+    """The score and the mask of a call alone; for those that have no tensors."""
+    return SavedCall(None, None, None, None, saved.score, saved.mask, saved.align)
+
+
+def save_again(q: Tensor, k: Tensor, v: Tensor | None, like: SavedCall) -> SavedCall:
+    """Detach the tensors of a call with the score and the mask of another one, which have no tensors of their own."""
+    saved = SavedCall(None, None, None, None, like.score, like.mask, like.align)
+    saved.matrix = DetachedWeights if q.requires_grad or k.requires_grad else ConstantWeights
+    saved.q = _saved_tensor(q.detach(), saved.versions, None, False)
+    saved.k = _saved_tensor(k.detach(), saved.versions, None, False)
+    if v is not None:
+        saved.v = _saved_tensor(v.detach(), saved.versions, None, False)
     return saved
 
 

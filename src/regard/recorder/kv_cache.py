@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +25,21 @@ from ..core.types import Align
 from .calls import AttentionCall, SavedCall
 from .mask_recognition import ParsedMask, RowIntervals, intervals, recognise
 
-__all__ = ["CachedGeneration", "CannotStitch", "continues"]
+X = TypeVar("X")
+
+__all__ = ["CachedGeneration", "CannotStitch", "WaitingKeys", "compare_keys", "continues"]
 
 #: The most numbers that a stitched position bias, or stitched eager weights, may have.
 DENSE_CELLS = 2**26
 
 #: Devices whose numbers can be read without waiting for others.
 AT_HAND = ("cpu",)
+
+#: The most bytes of a layer's keys that wait for those of the other layers, to be compared with them.
+WAITING_BYTES = 2**22
+
+#: Keys that should be equal, and the generation that they belong to.
+WaitingKeys = list[tuple["CachedGeneration", Tensor, Tensor]]
 
 CHANGED = "keys change between steps, as when beam search reorders the cache"
 
@@ -62,6 +71,7 @@ class CachedGeneration:
         self.cross, self.first = cross, first
         w = first.w
         self.steps = 1
+        self._unchanged: list[Tensor] = []  # flags on a GPU: whether keys that two steps share were equal
         if w is not None:
             end = w.shape[-1] if cross or w.shape[-1] == w.shape[-2] else _filled_slots(w)
             self.rows_of_w = [w[..., :end]]
@@ -73,7 +83,6 @@ class CachedGeneration:
         assert first.score is not None
         self.queries = [first.q]
         visible = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
-        self._unchanged: list[Tensor] = []  # flags on a GPU: whether keys that two steps share were equal
         end = first.k.shape[2] if cross else int(visible.hi.max())
         self.keys = first.k[:, :, :end]
         self.values = None if first.v is None else first.v[:, :, :end]
@@ -122,6 +131,36 @@ class CachedGeneration:
             visible = RowIntervals(visible.lo + shift, visible.hi + shift)
         self.row_intervals.append(visible)
         self.biases.append(None if bias is None else bias[..., : self.total])
+
+    def grow(self, saved: SavedCall, waiting: WaitingKeys) -> bool:
+        """Add a step of a cache that grew, which sees all keys: as `extend`, in fewer operations.
+
+        Args:
+            saved: Its tensors.
+            waiting: Where keys are put that are to be compared when all layers have made their step.
+
+        Returns:
+            Whether it is such a step; else nothing was changed.
+        """
+        q, k, before, total = saved.q, saved.k, self.keys, self.total
+        if q is None or k is None or self.cross or saved.mask is not None or q.shape[:2] != self.queries[0].shape[:2]:
+            return False
+        m, (b, g, n, d) = q.shape[2], k.shape
+        if n != total + m or (b, g, total, d) != before.shape:
+            return False
+        old = k[:, :, :total]
+        if k.device.type in AT_HAND or k.nbytes > WAITING_BYTES or k.dtype is not before.dtype:
+            self._is_step = True
+            if not self._are_equal(old, before):
+                raise CannotStitch(CHANGED)
+        else:
+            waiting.append((self, old, before))
+        self.steps += 1
+        self.queries.append(q)
+        self.row_intervals.append(_all_keys(m, n))
+        self.biases.append(None)
+        self.keys, self.values, self.total = k, saved.v, n
+        return True
 
     def _cut_back(self, positions: int, saved: SavedCall) -> None:
         """Forget the last rows, and their keys, if the cache was cut back to fewer positions."""
@@ -233,20 +272,16 @@ class CachedGeneration:
         return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)
 
     def _mask(self, q: Tensor) -> tuple[Mask | None, Align | None]:
-        b = max(part.lo.shape[0] for part in self.row_intervals)
-        lo = torch.cat([part.lo.expand(b, -1) for part in self.row_intervals], 1)
-        hi = torch.cat([part.hi.expand(b, -1) for part in self.row_intervals], 1)
-        rows = RowIntervals(lo, hi)
-        structured = recognise(rows, self.total)
+        rows, structured = _joined(tuple(map(_Same, self.row_intervals)), self.total)
         if structured is not None:
             mask, align = structured
             # Aligned at the end: the last query is the last position.
             mask = None if mask is None else tree_map(mask, lambda t: t.to(q.device))
             return mask, None if self.cross and (mask is None or not mask.positional) else align
-        if b * q.shape[2] * self.total > DENSE_CELLS:
+        if rows.lo.numel() * self.total > DENSE_CELLS:
             raise CannotStitch("its mask is neither causal, a window nor padding, and too large for a dense one")
         at = torch.arange(self.total)
-        cells = (at >= lo[..., None]) & (at < hi[..., None])
+        cells = (at >= rows.lo[..., None]) & (at < rows.hi[..., None])
         return Dense(cells[:, None].to(q.device)), None if self.cross else "end"
 
     def _score(self, q: Tensor) -> Score:
@@ -268,6 +303,45 @@ class CachedGeneration:
         return dataclasses.replace(score, modifiers=others).bias(stitched)
 
 
+class _Same(Generic[X]):
+    """An object that is equal to itself alone: masks and rows that the layers of a step share."""
+
+    __slots__ = ("one",)
+
+    def __init__(self, one: X) -> None:
+        self.one = one
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.one is other.one
+
+    def __hash__(self) -> int:
+        return id(self.one)
+
+
+@functools.lru_cache(maxsize=1)
+def _joined(steps: tuple[_Same[RowIntervals], ...], keys: int) -> tuple[RowIntervals, tuple[Mask | None, Align] | None]:
+    """The rows of all steps, and their structured mask; for all layers at once, which follow each other."""
+    b = max(step.one.lo.shape[0] for step in steps)
+    lo = torch.cat([step.one.lo.expand(b, -1) for step in steps], 1)
+    hi = torch.cat([step.one.hi.expand(b, -1) for step in steps], 1)
+    rows = RowIntervals(lo, hi)
+    return rows, recognise(rows, keys)
+
+
+def compare_keys(waiting: WaitingKeys) -> None:
+    """Compare the keys of all layers of a step at once; whether they changed is read at the end of the block."""
+    groups: dict[Any, WaitingKeys] = {}
+    for one in waiting:
+        groups.setdefault((one[1].shape, one[1].dtype, one[1].device), []).append(one)
+    waiting.clear()
+    for group in groups.values():
+        now = torch.stack([keys for _, keys, _ in group])
+        before = torch.stack([keys for *_, keys in group])
+        flags = (now == before).flatten(1).all(1)
+        for (generation, *_), flag in zip(group, flags.unbind(), strict=True):
+            generation._unchanged.append(flag)
+
+
 def _filled_slots(w: Tensor) -> int:
     """The number of keys up to the last one with a weight in the last row, which sees its own position."""
     visible = (w[:, :, -1] != 0).flatten(0, -2).any(0).nonzero()
@@ -281,16 +355,30 @@ def _intervals(
     if mask is None:  # as in every step of one token
         return _all_keys(i, j)
     if parsed is None or parsed.mask is None:
-        return _read_intervals(mask, i, j, align, device)
+        return (
+            _shared_intervals(_Same(mask), i, j, align)
+            if not _has_tensors(mask)
+            else _read_intervals(mask, i, j, align, device)
+        )
     if parsed.rows is None:
         parsed.rows = _read_intervals(mask, i, j, align, device)
     return parsed.rows
 
 
-def _read_intervals(mask: Mask, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
+@functools.lru_cache(maxsize=1)
+def _shared_intervals(mask: _Same[Mask], i: int, j: int, align: Align | None) -> RowIntervals:
+    """The same of a mask without tensors, for all layers at once, which follow each other."""
+    return _read_intervals(mask.one, i, j, align, torch.device("cpu"))
+
+
+def _has_tensors(mask: Mask) -> bool:
     tensors: list[Tensor] = []
     tree_map(mask, lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
-    geometry = Geometry(i, j, j - i if align == "end" else 0, device if tensors else torch.device("cpu"))
+    return bool(tensors)
+
+
+def _read_intervals(mask: Mask, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
+    geometry = Geometry(i, j, j - i if align == "end" else 0, device if _has_tensors(mask) else torch.device("cpu"))
     if mask.dense_parts():
         cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), geometry.offset, geometry.device))
         rows = intervals(cells.expand(*cells.shape[:2], i, j))

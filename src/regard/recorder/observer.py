@@ -138,7 +138,7 @@ class Observer:
         grad: bool,
     ) -> None:
         self.source, self.path, self.only, self.hooks = tokens, path, only, ModelHooks(model)
-        names = None if model is None else {id(module): name for name, module in self.hooks.modules}
+        names = None if model is None else self.hooks.names()
         wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
         spill = None if path is None else Spill(path)
         self.shared = SharedRecording(self.hooks, names, keep, values, device, spill, only, grad, wants_ids)

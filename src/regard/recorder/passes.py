@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .calls import AttentionCall, LayerKind, SavedCall
-from .kv_cache import CachedGeneration, CannotStitch, continues
+from .kv_cache import CachedGeneration, CannotStitch, WaitingKeys, continues
 from .tokens import EmbeddedIds
 
 __all__ = ["Call", "OpenPass", "with_encoders"]
@@ -55,6 +55,11 @@ class Call:
         if call.w is not None:
             self.note_last_value(call, generation.total)
 
+    def grow(self, saved: SavedCall, waiting: WaitingKeys) -> bool:
+        """Add a step of a cache that grew; see `CachedGeneration.grow`."""
+        generation = self.generation
+        return generation is not None and generation.first.w is None and generation.grow(saved, waiting)
+
     def _sees_last_value(self, call: AttentionCall, total: int) -> bool:
         """Whether weights over a cache that grows meet the value that was last in it; True where nothing says."""
         last, v = self._last_value, call.v
@@ -86,6 +91,7 @@ class OpenPass:
         self.before: int | None = None  # positions in the cache before this step, where it may have been cut back
         self.count = 0
         self._times: dict[str, int] = {}
+        self._by_place: dict[tuple[str, int], Call] = {}
 
     def number_call(self, name: str) -> tuple[int, int]:
         """The number of a call in this pass, and among the calls of its module."""
@@ -100,8 +106,17 @@ class OpenPass:
             return False
         return max(self._times.values()) == 1  # else one module is called many times a pass
 
+    def add(self, call: Call) -> None:
+        self.calls.append(call)
+        self._by_place[call.name, call.nth] = call
+
+    def remove(self, call: Call) -> None:
+        self.calls.remove(call)
+        self._by_place.pop((call.name, call.nth), None)
+
     def find(self, name: str, nth: int) -> Call | None:
-        return next((call for call in self.calls if call.name == name and call.nth == nth), None)
+        """The call of a module of that name, the nth of its calls."""
+        return self._by_place.get((name, nth))
 
 
 def with_encoders(passes: list[OpenPass]) -> list[OpenPass]:

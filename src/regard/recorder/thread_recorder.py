@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import AttentionCall, LayerKind, MaskCache, SavedCall, save_call
+from .calls import AttentionCall, LayerKind, MaskCache, SavedCall, save_again, save_call, without_tensors
 from .detached import DetachedWeights, as_detached
 from .hooks import tap
 from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
+from .hooks.layer_history import UNHEARD, LayerHistory
 from .hooks.model_hooks import ModelHooks, batch_size
-from .hooks.twin_layers import UNHEARD, TwinLayers
-from .kv_cache import CannotStitch
+from .hooks.recurring_calls import Form, RecurringCall, form_of, is_shareable, recognised
+from .kv_cache import CannotStitch, WaitingKeys, compare_keys
 from .layer import row_statistics
 from .passes import Call, OpenPass
 from .recording import Recording
@@ -77,8 +78,12 @@ class ThreadRecorder:
         self.wants_ids, self.wants_values, self.wants_grad = shared.ids, shared.values, shared.grad
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
         here = weakref.WeakMethod(self._tracker)
-        self.twins = TwinLayers([] if guest else shared.hooks.modules, shared.hooks.entered, here)
+        hooks = shared.hooks
+        self.history = LayerHistory(None if guest else hooks.census, hooks.modules, hooks.entered, here)
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
+        self._shares = _saves_all(shared) and not guest  # whether calls may share what was read of the one before
+        self._like: tuple[Any, ...] | None = None  # the last call with a mask: mask, version, shape, score and mask
+        self._waiting: WaitingKeys = []
         self.inside = 0  # nesting of the model's modules, in a guest
         self.requests = 0  # in a guest: functions that run and are recorded outside of modules too
         self.depth = 0  # nesting of the model's own forward
@@ -97,7 +102,7 @@ class ThreadRecorder:
         if self.depth == 0:
             self.end_pass()
             self.axes = axes
-            self.twins.begin(regime)
+            self.history.begin(regime)
             self._hear([])
         self.depth += 1
 
@@ -105,23 +110,27 @@ class ThreadRecorder:
         """The model's own forward ends."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
-            self._hear(self.twins.end(completed))
+            self._hear(self.history.end(completed))
             self.end_pass()
         self.leave()
 
     def _hear(self, unheard: list[str]) -> None:
-        """Intercept as much as the twins of the layers that come ask for, and name those that did something else."""
+        """Intercept as much as the layers that come ask for, and name those that did something else."""
         for name in unheard:
             self.refuse(name, UNHEARD)
-        if self.twins.hears != self.hears_products:
-            self.hears_products = self.twins.hears
+        if self.history.hears != self.hears_products:
+            self.hears_products = self.history.hears
             tap.hear_products()
 
     def _tracker(self) -> EagerTracker:
         return self.eager
 
+    def read_number(self, number: Any) -> None:
+        self.history.read(number)
+        self._hear([])
+
     def distrust(self) -> None:
-        self.twins.distrust()
+        self.history.distrust()
         self._hear([])
 
     def enter(self) -> None:
@@ -187,10 +196,10 @@ class ThreadRecorder:
         self.shared.refuse(name, reason)
 
     def retract(self, site: CallSite, reason: str) -> None:
-        calls = [] if self._pass is None else self._pass.calls
-        last = next((call for call in reversed(calls) if call.name == site.name), None)
-        if last is not None:
-            calls.remove(last)
+        one = self._pass
+        last = None if one is None else next((call for call in reversed(one.calls) if call.name == site.name), None)
+        if one is not None and last is not None:
+            one.remove(last)
             self.refuse(site.name, reason)
 
     def refuse_at(self, frame: FrameType, reason: str) -> None:
@@ -218,7 +227,61 @@ class ThreadRecorder:
         with self.shared.lock:
             if not self.shared.closed:
                 self._add(name, site, call)
-        self._hear(self.twins.call(name))
+        if not self.history.again(name):
+            self._hear(self.history.call(name))
+
+    def attention_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> bool:
+        one, names = self._pass, self.shared.names
+        if self.depth == 0 or not self._shares or names is None:
+            return False
+        if (one is None or one.fresh) and (self._last is not None or self.shared.done):
+            return False  # it may be a step of a generation
+        recurring = recognised(names, self.history.forms, args, kwargs, out, frame)
+        if recurring is None:
+            return False
+        name, form, operands = recurring
+        like = form.unmasked if operands.mask is None else self._like_of(operands, form)
+        if like is None:
+            return False
+        try:
+            with self.shared.lock:
+                if not self.shared.closed:
+                    self._add_again(one or self._running(), name, form, operands, like)
+            if not self.history.again(name):
+                self._hear(self.history.call(name))
+        except Exception as error:  # never reaches the model
+            self.refuse(name, tap.failure(error))
+        return True
+
+    def _like_of(self, operands: RecurringCall, form: Form) -> SavedCall | None:
+        """The last call of the pass, if it had the same mask, so that its score and its mask may be shared."""
+        if self._like is None:
+            return None
+        mask, version, settings, saved = self._like
+        is_same = operands.mask is mask and operands.mask is not None and operands.mask._version == version
+        return saved if is_same and settings == (form.scale, form.is_causal, operands.shape) else None
+
+    def _add_again(self, one: OpenPass, name: str, form: Form, operands: RecurringCall, like: SavedCall) -> None:
+        """Save a call of a known form, with the score and the mask of another one."""
+        number, nth = one.number_call(name)
+        saved = save_again(operands.q, operands.k, operands.v if self.wants_values else None, like)
+        one.fresh = False
+        if one.step_of is None:
+            one.add(Call(name, number, nth, form.kind, saved, operands.shape))
+            return
+        entry = one.step_of.find(name, nth)
+        if entry is not None and one.before is None:
+            try:
+                if entry.grow(saved, self._waiting):
+                    return
+            except CannotStitch as error:
+                self.refuse(name, str(error))
+                one.step_of.remove(entry)
+                return
+        q, k, v, mask, _ = operands
+        call = AttentionCall(q, k, v, scale=form.scale, mask=mask, is_causal=form.is_causal)
+        call.parse_mask(self.masks)
+        self._add_step(one.step_of, one.before, name, nth, call, saved)
 
     def _add(self, name: str, site: CallSite, call: AttentionCall) -> None:
         """Save a call of the module of that name, as a layer of its pass or as a step of a generation."""
@@ -235,9 +298,12 @@ class ThreadRecorder:
             return
         one.fresh = False
         if one.step_of is not None:
+            before = one.step_of.find(name, nth)
+            self._learn(name, site, call, None if before is None else before.kind, saved)
             self._add_step(one.step_of, one.before, name, nth, call, saved)
             return
         entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
+        self._learn(name, site, call, entry.kind, saved)
         if call.w is not None:
             entry.note_last_value(call, call.shape[2])
         if shared.keep == "statistics":
@@ -247,7 +313,18 @@ class ThreadRecorder:
             entry.saved = None
         elif shared.spill is not None:
             entry.saved = shared.spill.put(saved)
-        one.calls.append(entry)
+        one.add(entry)
+
+    def _learn(self, name: str, site: CallSite, call: AttentionCall, kind: LayerKind | None, saved: SavedCall) -> None:
+        """Remember how this call was read, for those that come again."""
+        self._like = None
+        if not self._shares or kind is None or name != site.name or not is_shareable(call):
+            return
+        if call.mask is not None:
+            settings = call.scale, call.is_causal, call.shape
+            self._like = call.mask, call.mask._version, settings, without_tensors(saved)
+        if (form := form_of(site, call, kind, saved)) is not None:
+            self.history.forms[name] = form
 
     # Passes.
 
@@ -262,7 +339,10 @@ class ThreadRecorder:
 
     def end_pass(self) -> None:
         """The running pass is done, if there is one."""
-        one, self._pass = self._pass, None
+        one, self._pass, self._like = self._pass, None, None
+        if self._waiting:
+            with tap.suspended(), torch.no_grad():
+                compare_keys(self._waiting)
         self.eager.clear()
         self.eager, self.masks = EagerTracker(self.eager.refuse), {}
         if one is None:
@@ -315,7 +395,13 @@ class ThreadRecorder:
             entry.extend(call, saved, before, is_step=True)
         except CannotStitch as error:
             self.refuse(name, str(error))
-            generation.calls.remove(entry)
+            generation.remove(entry)
+
+
+def _saves_all(shared: SharedRecording) -> bool:
+    """Whether every call is saved as it is: queries and keys, without a graph, where they are."""
+    is_plain = shared.keep == "factors" and shared.device is None and shared.spill is None and not shared.grad
+    return is_plain and shared.only is None and shared.names is not None
 
 
 def _kind(site: CallSite, call: AttentionCall) -> LayerKind:

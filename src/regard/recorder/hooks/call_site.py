@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "is_only_thread",
     "is_plain_layer",
     "looks_like_attention",
+    "may_have_other_sequence",
     "module_stack",
     "original_module",
     "runs_code_of",
@@ -71,13 +72,13 @@ class CallSite:
     """The module an operator was called from."""
 
     def __init__(self, name: str, module: nn.Module | None, frame: FrameType | None, compiled: bool = False) -> None:
-        self.name, self.module, self._frame = name, module, frame
+        self.name, self.module, self.frame = name, module, frame
         self.compiled = compiled  # whether code made by torch.compile stands between the module and the operator
 
     @functools.cached_property
     def frames(self) -> list[FrameType]:
         """The frames of the module's call, innermost first: its forward, and the methods that this called."""
-        stack = itertools.takewhile(lambda one: one[1] is self.module, _modules(self._frame, True))
+        stack = itertools.takewhile(lambda one: one[1] is self.module, _modules(self.frame, True))
         return [frame for frame, _ in stack]
 
     @property
@@ -91,14 +92,19 @@ class CallSite:
         """Whether the module's name, flags or arguments say that its keys come from another sequence."""
         if (self.module is not None and attribute(self.module, "is_cross_attention")) or _says_cross(self.name):
             return True
-        frame = self._frame
-        while frame is not None and _OTHER.isdisjoint(frame.f_code.co_varnames) and not frame.f_code.co_cellvars:
+        frame = self.frame
+        while frame is not None and not may_have_other_sequence(frame.f_code):
             if "call_impl" in frame.f_code.co_name:
                 return False
             frame = frame.f_back
         passed = [x for at in self.frames for name, x in at.f_locals.items() if name in _OTHER and x is not None]
         # Where both sequences are joined and attend to one another, there are more keys than the other sequence has.
         return any(not (isinstance(x, Tensor) and keys not in x.shape[:-1]) for x in passed)
+
+
+def may_have_other_sequence(code: CodeType) -> bool:
+    """Whether a function may hold another sequence in a variable: one of such a name, or one that others share."""
+    return not _OTHER.isdisjoint(code.co_varnames) or bool(code.co_cellvars)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import einsum_attention, moved_weights, other_operators, pairs, tap, weight_operators
 from .call_site import CAPTURED, CallSite
 from .chunked_modules import CHUNKED, IN_CHUNKS
+from .layer_history import UNHEARD
 from .meeting import is_linear_attention, meet
 from .product_factors import (
     factors_of,
@@ -40,7 +41,6 @@ from .softmax_trail import (
     axis_of_keys,
     storage_of,
 )
-from .twin_layers import UNHEARD
 
 __all__ = ["EagerTracker", "install"]
 

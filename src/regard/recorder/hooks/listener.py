@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -34,8 +34,14 @@ class Listener(Protocol):
     def batch_size(self, rows: int, keys: int | None = None, count: int | None = None) -> int | None:
         """The number of sequences of the running pass, if it is known; see `model_hooks.batch_size`."""
 
+    def attention_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> bool:
+        """A call of scaled_dot_product_attention; whether it was recorded as one of a known form."""
+
     def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
         """An attention call of `site`, or of its submodule of that name."""
+
+    def read_number(self, number: Any) -> None:
+        """The model has read a number from a tensor, or the size of a result that depends on numbers."""
 
     def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
         """Token ids that were looked up in a table of embeddings."""

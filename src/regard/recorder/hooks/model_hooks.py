@@ -13,15 +13,16 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ...core.torch_state import in_backward
 from .call_site import CAPTURED, is_only_thread, is_plain_layer, looks_like_attention
-from .twin_layers import regime_of
+from .census import Census, OwnHook, census_of
+from .layer_history import regime_of
 
 __all__ = ["Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
 
@@ -54,7 +55,7 @@ _compiled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-class Hook:
+class Hook(OwnHook):
     """A hook on a model that ends with its owner: it holds a method weakly, and removes itself when that is gone.
 
     A block whose `__exit__` never came to its end (Ctrl-C) leaves none behind; in a copy of the model, or a pickle, a
@@ -90,6 +91,66 @@ class Hook:
                     getattr(module, table, {}).pop(key, None)
 
 
+class EnterHook(Hook):
+    """The same for `ModelHooks._enter`, which runs in every layer."""
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        enter = self._method() if self._method is not None else None
+        if enter is None:
+            self._remove_from(module)
+        elif not torch.compiler.is_compiling():
+            enter(module)
+
+
+class _HookOnMany:
+    """The handle of one hook before the forward of many modules: PyTorch's own way takes longer than the hook."""
+
+    def __init__(self, modules: list[nn.Module], hook: Hook) -> None:
+        self._modules = modules
+        self._first = modules[0].register_forward_pre_hook(hook)
+        for module in modules[1:]:
+            module._forward_pre_hooks[self._first.id] = hook
+
+    def remove(self) -> None:
+        self._first.remove()
+        for module in self._modules[1:]:
+            module._forward_pre_hooks.pop(self._first.id, None)
+
+
+class _Facts(NamedTuple):
+    """Modules by their numbers."""
+
+    is_suspect: bool  # whether the model itself looks like attention
+    has_meta: bool  # whether parameters are on the meta device
+    sample: int  # a module with parameters
+    compiled: list[int]
+    hookable: list[int]  # those that are not PyTorch's own layers, and may have hooks
+    suspects: list[int]  # those of them that look like attention
+
+
+def _facts_of(modules: list[tuple[str, nn.Module]]) -> _Facts:
+    compiled = [n for n, (_, module) in enumerate(modules) if is_compiled(module)]
+    untouched: set[int] = set()
+    for n, (_, part) in enumerate(modules):
+        if isinstance(part, (nn.TransformerEncoderLayer, torch.jit.ScriptModule)) or n in compiled:
+            untouched |= {id(module) for module in part.modules()}
+    hookable = [
+        n
+        for n, (name, module) in enumerate(modules)
+        if name and not is_plain_layer(module) and id(module) not in untouched
+    ]
+    suspects = [n for n in hookable if looks_like_attention(modules[n][1], modules[n][0])]
+    parameters = [(n, p) for n, (_, module) in enumerate(modules) for p in module._parameters.values() if p is not None]
+    return _Facts(
+        is_suspect=bool(modules) and looks_like_attention(modules[0][1]),
+        has_meta=any(p.is_meta for _, p in parameters),
+        sample=parameters[0][0] if parameters else 0,
+        compiled=compiled,
+        hookable=hookable,
+        suspects=suspects,
+    )
+
+
 def remove_all(handles: list[Any]) -> None:
     """Remove hooks by their handles, and forget these."""
     while handles:
@@ -100,7 +161,7 @@ class ThreadEvents(Protocol):
     """The part of a recording that follows one thread, by what happens in it."""
 
     def begin(self, axes: tuple[int, int] | None, regime: Any) -> None:
-        """The model's own forward begins, with an input of these first axes, in this regime; see `twin_layers`."""
+        """The model's own forward begins, with an input of these first axes, in this regime; see `layer_history`."""
 
     def end(self, completed: bool) -> None:
         """The model's own forward ends, with a result or by an exception."""
@@ -126,8 +187,10 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
-        self.modules = [] if model is None else modules_of(model)
-        self._is_suspect = model is not None and looks_like_attention(model)
+        self.census: Census | None = None
+        self.modules: list[tuple[str, nn.Module]] = []
+        if model is not None:
+            self.census, self.modules = census_of(model)
         self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
         self.entered: list[str] = []  # the same since the last attention call, in the thread that attached
         self.ran_here = False  # whether the model ran as Python and not as compiled code
@@ -137,6 +200,14 @@ class ModelHooks:
         self._here: Callable[[], Any] = lambda: None  # a weak reference to the observer's method
         self._owner = 0  # the thread that attached: it listens all the time, in whatever module
         weakref.finalize(self, remove_all, self._handles)
+
+    def names(self) -> dict[int, str]:
+        """The names of the model's modules, by id."""
+        memory = {} if self.census is None else self.census.facts
+        if "names" not in memory:
+            memory["names"] = {id(module): name for name, module in self.modules}
+        names: dict[int, str] = memory["names"]
+        return names
 
     def attach(self, here: Callable[[], ThreadEvents | None]) -> None:
         """Report to what `here()` answers in the thread of a hook: its part of the recording, or None."""
@@ -154,23 +225,33 @@ class ModelHooks:
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),
         ]
-        untouched: set[int] = set()
-        for _, part in self.modules:
-            if isinstance(part, (nn.TransformerEncoderLayer, torch.jit.ScriptModule)) or is_compiled(part):
-                untouched |= {id(module) for module in part.modules()}
+        facts = self._facts()
+        for n in facts.compiled:
+            part = self.modules[n][1]
             if type(part).__name__ == "OptimizedModule":
                 # While compiled code runs, the thread's keys must be those it was compiled under.
                 self._handles.append(part.register_forward_pre_hook(Hook(self._pause_or_resume, True)))
                 self._handles.append(part.register_forward_hook(Hook(self._pause_or_resume, False), always_call=True))
-        enter = Hook(self._enter)
-        for name, module in self.modules:
-            if name and not is_plain_layer(module) and id(module) not in untouched:
-                if looks_like_attention(module, name) or module in _compiled_modules:
-                    self._suspects[id(module)] = name
-                    self._handles.append(module.register_forward_pre_hook(enter))
-                self._unhooked.append(module)
+        self._unhooked = [self.modules[n][1] for n in facts.hookable]
+        suspects = [self.modules[n] for n in facts.suspects]
+        if _compiled_modules:
+            suspects += [self.modules[n] for n in facts.hookable if self.modules[n][1] in _compiled_modules]
+        self._suspects = {id(module): name for name, module in suspects}
+        if suspects:
+            self._handles.append(_HookOnMany([module for _, module in suspects], EnterHook(self._enter)))
         if not is_only_thread():
             self._hook_all()
+
+    def _parameters_of(self, n: int) -> Iterable[nn.Parameter | None]:
+        return self.modules[n][1]._parameters.values() if self.modules else ()
+
+    def _facts(self, anew: bool = False) -> _Facts:
+        """The facts about the model's modules, gathered once while they stay the same."""
+        memory = {} if self.census is None else self.census.facts
+        if anew or "hooks" not in memory:
+            memory["hooks"] = _facts_of(self.modules)
+        facts: _Facts = memory["hooks"]
+        return facts
 
     def _hook_all(self) -> None:
         """Hook all modules, and where they end: this tells of other threads alone, and each hook takes time."""
@@ -199,7 +280,7 @@ class ModelHooks:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (thread := self._thread()) is not None:
             self.ran_here = True
-            if self._is_suspect:
+            if self._facts().is_suspect:
                 self.ran[""] = model
             axes = first_axes(args, kwargs)
             thread.begin(axes, (axes, regime_of(model, args, kwargs)))
@@ -216,7 +297,7 @@ class ModelHooks:
         if (thread := self._thread()) is not None:
             thread.end(output is not None)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
         suspect = self._suspects.get(id(module))
         if threading.get_ident() == self._owner:
             if suspect is not None and not in_backward():  # where a checkpoint recomputes
@@ -254,12 +335,14 @@ class ModelHooks:
 
     def announced_refusals(self) -> Iterator[tuple[str, str]]:
         """Modules that cannot be recorded, known before the model runs: (name, reason)."""
-        for name, module in self.modules:
-            if is_compiled(module):
-                yield name, CAPTURED
-                if not name:
-                    return
-        if any(p is not None and p.is_meta for _, module in self.modules for p in module._parameters.values()):
+        for n in self._facts().compiled:
+            yield self.modules[n][0], CAPTURED
+            if n == 0:
+                return
+        facts = self._facts()
+        if facts.has_meta or any(p is not None and p.is_meta for p in self._parameters_of(facts.sample)):
+            facts = self._facts(anew=True)
+        if facts.has_meta:
             yield "", "some of its parameters are on the meta device, which holds shapes and no numbers"
         if isinstance(self.model, nn.DataParallel) and len(self.model.device_ids) > 1:
             yield "", "DataParallel runs its replicas in threads of their own; record model.module"
@@ -318,24 +401,6 @@ def _compiled_code_list() -> Callable[[Any], list[Any]] | None:
         log.warning("this PyTorch has no _debug_get_cache_entry_list: a model that ran only compiled is not announced")
         return None
     return _debug_get_cache_entry_list
-
-
-def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """`model.named_modules()`, in its order, in a fifth of the time."""
-    every: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-    stack = [("", model)]
-    while stack:
-        name, module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        every.append((name, module))
-        if module._modules:
-            inside = f"{name}." if name else ""
-            parts = [(inside + part, child) for part, child in module._modules.items() if child is not None]
-            stack += parts[::-1]
-    return every
 
 
 def _within(name: str, other: str) -> bool:

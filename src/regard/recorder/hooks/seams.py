@@ -45,12 +45,17 @@ def install() -> None:
     regard_nn.install()
     if tap.is_complete():
         return
-    tap.intercept("scaled_dot_product_attention", on_sdpa, attends=True)
+    native = torch._C._nn.scaled_dot_product_attention
+    tap.intercept("scaled_dot_product_attention", on_sdpa, attends=True, native=native)
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
         tap.intercept(f"_scaled_dot_product_{kernel}", on_fused, attends=True)
     tap.intercept("_native_multi_head_attention", on_native_mha, attends=True)
     tap.intercept("_transformer_encoder_layer_fwd", on_encoder_layer, attends=True)
     tap.intercept("embedding", on_embedding)
+    for name in ("_local_scalar_dense", "equal"):
+        tap.intercept(name, on_number)
+    for name in ("nonzero", "masked_select"):
+        tap.intercept(name, on_chosen)
     eager_attention.install()
     if (flex := _flex_operator()) is not None:
         tap.intercept_higher_order(flex, _FLEX_NAMES, on_flex)
@@ -93,8 +98,11 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
         return
     if mask is not None and q.ndim == 3:
         mask = split_heads(mask, site.module, batch) if mask.shape[0] > 1 else mask[None]
-    k4, v4 = _without_repeats(k4, v4, q4, site.module)
-    listener.attention(site, AttentionCall(q4, k4, v4, scale=call["scale"], mask=mask, is_causal=call["is_causal"]))
+    is_direct = q4 is call["query"] and k4 is call["key"] and mask is call["attn_mask"]
+    if (group := _repeats_of(k4, q4, site.module)) > 1:
+        is_direct, (k4, v4) = False, _without_repeats(k4, v4, group)
+    read = AttentionCall(q4, k4, v4, scale=call["scale"], mask=mask, is_causal=call["is_causal"], is_direct=is_direct)
+    listener.attention(site, read)
 
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor) -> tuple[Any, ...]:
@@ -109,11 +117,15 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor
     return q, k, v, mask
 
 
-def _without_repeats(k: Tensor, v: Tensor, q: Tensor, module: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values without the copies that `repeat_kv` made for the query heads of a group."""
+def _repeats_of(k: Tensor, q: Tensor, module: Any) -> int:
+    """How often `repeat_kv` may have copied keys for the query heads of a group, as the module says; else 1."""
     group = 1 if module is None else attribute(module, "num_key_value_groups", 1)
-    if not isinstance(group, int) or group < 2 or k.ndim != 4 or k.shape[1] != q.shape[1] or k.shape[1] % group:
-        return k, v
+    may_repeat = isinstance(group, int) and group > 1 and k.ndim == 4
+    return group if may_repeat and k.shape[1] == q.shape[1] and k.shape[1] % group == 0 else 1
+
+
+def _without_repeats(k: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Keys and values without the copies that `repeat_kv` made for the query heads of a group."""
     few = k[:, ::group]
     # Of keys alone: values are repeated with them, and on a GPU each comparison waits for all that was launched before.
     if not bool((k.unflatten(1, (-1, group)) == few.unsqueeze(2)).all()):
@@ -299,6 +311,15 @@ def _flex_scores(call: dict[str, Any], heads: int) -> tuple[Tensor, Tensor]:
 
 
 # Tokens.
+
+
+def on_number(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
+    listener.read_number(out)
+
+
+def on_chosen(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """A result as long as there are numbers of a kind."""
+    listener.read_number(out.shape)
 
 
 def on_embedding(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "Listener",
     "activate",
     "deactivate",
+    "failure",
     "follow",
     "guarded",
     "hear_products",
@@ -197,8 +198,13 @@ class guarded:  # noqa: N801  a context manager; a generator would take as long 
             self._keys.__exit__(kind, error, trace)
         if kind is None or not issubclass(kind, Exception):
             return False
-        self._listener.refuse_at(self._frame, f"recording it failed: {kind.__name__}: {error}")
+        self._listener.refuse_at(self._frame, failure(error))
         return True
+
+
+def failure(error: BaseException | None) -> str:
+    """The reason of a refusal where recording raised an error."""
+    return f"recording it failed: {type(error).__name__}: {error}"
 
 
 def is_suspended() -> bool:
@@ -214,6 +220,7 @@ def intercept(
     attends: bool = False,
     skip: Skip | None = None,
     multiplies: bool = False,
+    native: Callable[..., Any] | None = None,
 ) -> None:
     """Register a handler for an operator, once per operator.
 
@@ -226,6 +233,7 @@ def intercept(
         skip: Which calls are not reported while no softmax is open: for operators that a model calls far more often
             than attention.
         multiplies: Whether its result may be scores where it cannot be read, as inside `torch.vmap`.
+        native: The operator as PyTorch's own Python calls it, for one whose calls a listener may know.
     """
     if (key, f"{namespace}::{name}") in _registered:
         return
@@ -237,7 +245,9 @@ def intercept(
             return
         library = torch.library.Library(namespace, "IMPL")
         report = _reporter(op._schema, handler, (), attends, skip, multiplies)
-        if skip is None:
+        if native is not None:
+            library.impl(name, _kernel_of_recurring(op, native, report), key)
+        elif skip is None:
             library.impl(name, _kernel(op, report), key)
         else:
             _pass_through(FOLLOW_KEY)
@@ -362,6 +372,32 @@ def _kernel(op: Any, report: CallReport) -> Callable[..., Any]:
         with guard(keys):
             out = run(*args, **kwargs)
             report(args, kwargs, out, sys._getframe(1))
+        return out
+
+    return kernel
+
+
+def _kernel_of_recurring(op: Any, native: Callable[..., Any], report: CallReport) -> Callable[..., Any]:
+    """The same for an operator whose calls come again; Python's own function is warm, since the model has called it."""
+    run, keys, guard = op._op, _all_keys(), torch._C._ExcludeDispatchKeyGuard
+    include, key = torch._C._dispatch_tls_set_dispatch_key_included, _key(RECORD_KEY)
+    count_modes = torch._C._len_torch_function_stack  # a function mode would see the native function again
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        live = _thread.listeners
+        only = live[0]() if len(live) == 1 else None
+        if only is None or only.hears_products or count_modes():
+            with guard(keys):
+                out = run(*args, **kwargs)
+                report(args, kwargs, out, sys._getframe(1))
+            return out
+        include(key, False)  # a third of what a guard costs; the other two keys are not included
+        try:
+            out = native(*args, **kwargs)
+            if not only.attention_again(args, kwargs, out, frame := sys._getframe(1)):
+                report(args, kwargs, out, frame)
+        finally:
+            include(key, bool(_thread.listeners))
         return out
 
     return kernel
