@@ -71,12 +71,12 @@ def test_opening_a_model_does_not_load_the_compiler_of_pytorch(run):
 def test_a_trained_model_is_used_without_what_training_and_recording_load(run):
     """They take a second to load, as long as a short text takes to be written."""
     code = (
-        "import sys; from regard.cli import main; code = main(['generate', sys.argv[1], '--count', '1'])\n"
-        "print(code, *sorted(sys.modules))"
+        "import gc, sys; from regard.cli import main; code = main(['generate', sys.argv[1], '--count', '1'])\n"
+        "print(code, gc.isenabled(), gc.get_freeze_count() > 100_000, *sorted(sys.modules))"
     )
     used = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
-    code, *modules = used.stdout.splitlines()[-1].split()
-    assert code == "0"
+    code, collects, frozen, *modules = used.stdout.splitlines()[-1].split()
+    assert (code, collects, frozen) == ("0", "True", "True")
     assert "regard.learn.trained" in modules
     assert not {"regard.learn.training", "regard.recorder", "regard.learn.progress"} & set(modules)
 

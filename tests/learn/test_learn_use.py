@@ -616,12 +616,12 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
 def test_many_sentences_go_to_the_device_in_batches(ende, monkeypatch):
     """A thousand of them took as long one by one, to a GPU and back, as the search for their translations."""
     trained = open_model(ende)
-    made = []
+    tensors = []
     tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *a, **more: made.append(a) or tensor(*a, **more))
+    monkeypatch.setattr(torch, "tensor", lambda *a, **more: tensors.append(a) or tensor(*a, **more))
     written = trained.translate_all(["red cat", "blue dog runs", "green bird"] * 8)
     assert written[:2] == ["rot Katze", "blau Hund läuft"]
-    assert len(made) < 10
+    assert len(tensors) < 10
 
 
 def test_a_device_starts_in_the_background_and_reports_nothing(monkeypatch):

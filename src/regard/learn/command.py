@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import gc
 import math
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from .._io import decode, read_text
@@ -196,16 +199,31 @@ def _add_generate(verbs: Any) -> None:
     generate.set_defaults(run=_generate)
 
 
-def _generate(args: argparse.Namespace) -> int:
-    from .generate import sample, text_pieces
-    from .parallel import choose_device, wake
+@contextlib.contextmanager
+def _imports_that_stay() -> Iterator[None]:
+    """Import without collecting garbage, now and when Python ends: PyTorch's objects are many, and all of them stay."""
+    if "torch" in sys.modules:  # then the process is more than this command
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
+
+def _generate(args: argparse.Namespace) -> int:
     _require(args.count >= 1, "count", args.count, "at least 1")
     _require(args.top is None or args.top >= 1, "top", args.top, "at least 1")
     _require(0 <= args.temperature < math.inf, "temperature", args.temperature, "at least 0 and finite")
     _require(args.seed is None or abs(args.seed) < 2**63, "seed", args.seed, "smaller than 2^63")
-    wake(device := choose_device(args.device))
-    from .trained import open_model  # while the device starts
+    with _imports_that_stay():
+        from .generate import sample, text_pieces
+        from .parallel import choose_device, wake
+
+        wake(device := choose_device(args.device))
+        from .trained import open_model  # while the device starts
 
     trained = open_model(args.model, device)
     trained.require("lm")
@@ -254,12 +272,13 @@ def _add_translation(verbs: Any) -> None:
 
 
 def _translate(args: argparse.Namespace) -> int:
-    from .generate import Beam, bleu
-    from .parallel import choose_device, wake
-    from .tokenizer import lines_of
+    with _imports_that_stay():
+        from .generate import Beam, bleu
+        from .parallel import choose_device, wake
+        from .tokenizer import lines_of
 
-    wake(device := choose_device(args.device))
-    from .trained import open_model  # while the device starts
+        wake(device := choose_device(args.device))
+        from .trained import open_model  # while the device starts
 
     trained = open_model(args.model, device)
     trained.require("translate")
