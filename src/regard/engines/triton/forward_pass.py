@@ -20,15 +20,16 @@ from .kernel_inputs import (
     KernelInputs,
     LaunchArgs,
     empty,
-    empty_row_output,
+    forward_outputs,
     gluon_tma_args,
     new_tile_counter,
     num_sms,
+    output_args,
     padded_size,
     tma_descriptors,
 )
 from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
-from .kernels.forward import Outputs, forward_kernel, row_stats
+from .kernels.forward import forward_kernel, row_stats
 from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
 from .tile_config import Config, choose_config, gluon_config, is_short
@@ -54,11 +55,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     (b, h, i, pitch), written where tiles are visited; values are then at most 64 wide.
     """
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
-    e = 16 if v is None else v.shape[-1]
-    outputs = {name: empty_row_output(p, name) for name in names if name != "y"}
-    if v is not None:
-        v = v.expand(p.b, -1, -1, -1)
-        outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
+    v, e, outputs = forward_outputs(p, names, v)
     config = _forward_config(p, names, v, e, store, with_tile_maxima)
     tiles_per_group = 1
     if with_tile_maxima:
@@ -79,14 +76,10 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         from .hopper.forward_ws import forward_ws_kernel as kernel
 
     def launch_args() -> LaunchArgs:
-        rows = {
-            name: p.unused if name not in outputs else tensor_arg(outputs[name]) if outputs[name].ndim == 4 else row_arg(outputs[name])
-            for name in (*Outputs._fields, "tile_maxima")
-        }  # fmt: skip
-        tile_maxima, common_args = rows.pop("tile_maxima"), p.common_args
+        tile_maxima, common_args = tensor_arg(outputs["tile_maxima"]) if with_tile_maxima else p.unused, p.common_args
         args: dict[str, Any] = {
             "STATS": row_stats(names),
-            "out": Outputs(**rows), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
+            "out": output_args(p, outputs), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
             "keys": p.unused if keys is None else tensor_arg(keys), "sink": p.unused if problem.sink is None else tensor_arg(problem.sink),
             "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "TILE_MAXIMA": with_tile_maxima,
             "SINK": problem.sink is not None, "SHARED_KV": p.product and p.values_are_keys(v), **config.launch,
