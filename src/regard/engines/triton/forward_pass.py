@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,9 +30,10 @@ from .kernel_inputs import (
 )
 from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
 from .kernels.forward import forward_kernel, row_stats
+from .kernels.parts import halves_kernel, thirds_kernel
 from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
-from .tile_config import Config, choose_config, gluon_config, is_short
+from .tile_config import Config, choose_config, gluon_config, is_short, uses_parts
 
 #: Groups of tiles whose largest score is stored: four times the 16 that `uses_candidates` allows, since all are sorted for a bound.
 MAX_GROUPS = 64
@@ -56,7 +57,12 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     """
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
     v, e, outputs = forward_outputs(p, names, v)
-    config = _forward_config(p, names, v, e, store, with_tile_maxima)
+    parts = parts_of(p, v)
+    config = (
+        _forward_config(p, names, v, e, store, with_tile_maxima)
+        if parts is None
+        else choose_config("parts", p, e, None)
+    )
     tiles_per_group = 1
     if with_tile_maxima:
         ragged = 0 if p.mask_format.kind in ("none", "causal") else 2  # an edge on either side, at most
@@ -93,16 +99,64 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "v": p.unused if v is None else tensor_arg(v), "tanh_arg": p.tanh_arg,
             "q_desc": descriptors[0], "k_desc": descriptors[1], "v_desc": descriptors[2],
-            "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "scores": outputs.get("scores", p.q), "pitch": pitch, "SCORES": store, "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
+            "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "scores": outputs.get("scores", p.q), "pitch": pitch, "q_scale": p.q, "k_scale": p.q, "PARTS": parts is not None, "SCORES": store, "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
             "FP32_V": v is not None and v.dtype == torch.float32, "TMA": tma,
             "EDGES": _edges(p, config), "EVEN_BLOCKS": p.j % config.block_j == 0,
-            "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args,
+            "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args, **({} if parts is None else parts.args()),
         }  # fmt: skip
 
     tile_counter = new_tile_counter(p) if config.gluon and v is not None else None
-    tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter]
+    tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter, *(parts or ())]
     launch(kernel, p.key and (p.key, names, with_tile_maxima, store, config), tensors, launch_args)
     return outputs
+
+
+class Parts(NamedTuple):
+    """Queries, keys and values of float32 in parts of 16 bits."""
+
+    q: Tensor
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
+    v: Tensor | None
+
+    def args(self) -> dict[str, Any]:
+        values = {} if self.v is None else {"v": tensor_arg(self.v)}
+        scales = {"q_scale": self.q_scale, "k_scale": self.k_scale}
+        return {"q": tensor_arg(self.q), "k": tensor_arg(self.k), **scales, **values, "SHARED_KV": False, "TMA": False}
+
+
+def parts_of(p: KernelInputs, v: Tensor | None) -> Parts | None:
+    """Parts of the inputs of a forward pass, where its products go by them."""
+    if not uses_parts(p, v):
+        return None
+    return Parts(*_halves(p.q), *_halves(p.k), None if v is None else _thirds(v))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    b, h, n, d = x.shape
+    out, scale = empty(b, h, n, 2 * d, like=x, dtype=torch.float16), empty(b, h, n, like=x, dtype=torch.float32)
+    rows = max(1, 2048 // padded_size(d))
+
+    def launch_args() -> LaunchArgs:
+        sizes = {"H": h, "N": n, "D": d, "ROWS": rows, "BLOCK_D": padded_size(d)}
+        return triton.cdiv(n, rows) * b * h, {"x": tensor_arg(x), "out": out, "scale": scale, **sizes}
+
+    launch(halves_kernel, "halves", [x, out, scale], launch_args)
+    return out, scale
+
+
+def _thirds(x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    out = empty(b, h, n, 3 * d, like=x, dtype=torch.bfloat16)
+    rows = max(1, 2048 // padded_size(d))
+
+    def launch_args() -> LaunchArgs:
+        sizes = {"H": h, "N": n, "D": d, "ROWS": rows, "BLOCK_D": padded_size(d)}
+        return triton.cdiv(n, rows) * b * h, {"x": tensor_arg(x), "out": out, **sizes}
+
+    launch(thirds_kernel, "thirds", [x, out], launch_args)
+    return out
 
 
 def _forward_config(
