@@ -59,9 +59,9 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("one_tile", 64): Config(64, 128, 4, 2),  # all keys at once: nothing is bounded, and nothing is searched twice
     ("topk_network", 64): Config(64, 64, 4, 2, registers=128),  # four programs at a time
     ("topk_network", 256): Config(64, 64, 4, 2, registers=168),
-    ("mark_candidates", 64): Config(64, 64, 4, 3),
-    ("mark_candidates", 128): Config(64, 64, 4, 3),
-    ("mark_candidates", 256): Config(64, 64, 4, 2),
+    ("topk_lists", 64): Config(64, 64, 4, 3, registers=128),
+    ("topk_lists", 128): Config(64, 64, 4, 3, registers=168),
+    ("topk_lists", 256): Config(64, 64, 4, 2),
     ("column_pass", 64): Config(64, 128, 4, 3, registers=128),
     ("column_pass", 128): Config(64, 128, 4, 3),
     ("column_pass", 256): Config(64, 64, 4, 2),
