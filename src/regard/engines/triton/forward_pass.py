@@ -111,7 +111,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     return outputs
 
 
-class Parts(NamedTuple):
+class SplitInputs(NamedTuple):
     """Queries, keys and values of float32 in parts of 16 bits."""
 
     q: Tensor
@@ -126,11 +126,11 @@ class Parts(NamedTuple):
         return {"q": tensor_arg(self.q), "k": tensor_arg(self.k), **scales, **values, "SHARED_KV": False, "TMA": False}
 
 
-def parts_of(p: KernelInputs, v: Tensor | None) -> Parts | None:
+def parts_of(p: KernelInputs, v: Tensor | None) -> SplitInputs | None:
     """Parts of the inputs of a forward pass, where its products go by them."""
     if not uses_parts(p, v):
         return None
-    return Parts(*_halves(p.q), *_halves(p.k), None if v is None else _thirds(v))
+    return SplitInputs(*_halves(p.q), *_halves(p.k), None if v is None else _thirds(v))
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

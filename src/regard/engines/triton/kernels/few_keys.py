@@ -42,7 +42,7 @@ def places_below(width):
 
 @triton.jit
 def sorted_chunk(s, start, WIDTH: tl.constexpr):
-    """What each lane has of a chunk (I, CHUNK), sorted; only the first WIDTH keys count."""
+    """Scores of a chunk (I, CHUNK), sorted within each lane; only the first WIDTH keys count."""
     I: tl.constexpr = s.shape[0]
     columns = lane_columns(s)
     first = start + 2 * tl.arange(0, LISTS)[None, :]

@@ -70,9 +70,9 @@ def append(x, bound, first, count, lists, COLUMNS: tl.constexpr, CAPACITY: tl.co
         constraints: tl.constexpr = append_constraints(len(COLUMNS))
         operands = x + (bound, first, count, lists)  # noqa: RUF005 (a star is not of Triton's language)
         return tl.inline_asm_elementwise(asm, constraints, operands, tl.int32, is_pure=False, pack=1)
-    room = count <= CAPACITY
+    is_open = count <= CAPACITY
     for n in tl.static_range(len(COLUMNS)):
-        hit = room & (x[n] > bound)
+        hit = is_open & (x[n] > bound)
         pair = (x[n].to(tl.int32, bitcast=True).to(tl.int64) << 32) | (first + COLUMNS[n]).to(tl.int64)
         tl.store((lists + 8 * PITCH * count.to(tl.int64)).to(tl.pointer_type(tl.int64)), pair, mask=hit)
         count += hit.to(tl.int32)

@@ -99,7 +99,7 @@ def in_halves(tiles, COUNT: tl.constexpr):
 
 @triton.jit
 def lane_columns(s):
-    """What the lanes have of a tile (I, J) of scores, as a tuple of tiles (I, LISTS, 1)."""
+    """Columns of a tile (I, J) of scores, each lane with its own: a tuple of tiles (I, LISTS, 1)."""
     I: tl.constexpr = s.shape[0]
     COUNT: tl.constexpr = s.shape[1] // LISTS
     # Lane l has the columns 8 c + 2 l + p of a product: neither permutation nor split moves a number.
