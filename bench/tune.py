@@ -39,9 +39,7 @@ CANDIDATES = {
         C(128, 128, 4, 3, gluon=True), C(128, 128, 4, 3, gluon=True, registers=168),
     ],
     "topk": [C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)],
-    "mark_candidates": [
-        C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 64, 8, 3), C(128, 128, 8, 3), C(128, 128, 8, 2), C(64, 128, 4, 2),
-    ],
+    "topk_lists": [C(64, 64, 4, 3), C(64, 64, 4, 3, registers=128), C(64, 64, 4, 2, registers=128), C(64, 128, 4, 2), C(128, 64, 8, 3)],
     "dkdv": [
         C(32, 128, 8, 3), C(64, 128, 4, 3, gluon=True, registers=168), C(64, 128, 4, 2, gluon=True, registers=168), C(64, 64, 4, 2),
     ],
@@ -64,7 +62,7 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
         return lambda: forward_pass.forward(own, ("y", "norm", "entropy"), q, None)
     if kernel == "topk":
         return lambda: topk_pass.topk(problem, 8)
-    if kernel == "mark_candidates":
+    if kernel == "topk_lists":
         tile_maxima = forward_pass.forward(problem, (), None, None, with_tile_maxima=True)["tile_maxima"]
         return lambda: topk_pass.topk(problem, 8, tile_maxima)
     outputs = forward_pass.forward(problem, STATISTICS, v, None)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
 from regard.core.api import _sdpa_of_real_keys
@@ -50,20 +52,70 @@ def test_a_cached_launch_serves_other_tensors(d: int) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
-def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
+def test_lists_of_candidates_hold_hardly_fewer_than_there_are(d: int, causal: bool) -> None:
+    """Of long rows, by the bounds that the forward pass left: a list belongs to one of four lanes, which share eight columns in pairs."""
     from regard.engines.triton import forward_pass, topk_pass
 
     q, k = draw(2, 4, 4096, d), draw(2, 4, 4096, d)
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
-    for names in ((), ("norm",)):
-        p, tile_maxima = (
-            forward_pass.KernelInputs(problem),
-            forward_pass.forward(problem, names, None, None, with_tile_maxima=True)["tile_maxima"],
-        )
-        outputs = {"topk_scores": torch.empty(2, 4, 4096, 8, device="cuda")}
-        outputs["topk_indices"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
-        flags, _ = topk_pass._by_candidates(p, 8, tile_maxima, None, outputs)
-        assert int(flags.sum()) < 0.01 * flags.numel()
+    tile_maxima = forward_pass.forward(problem, (), None, None, with_tile_maxima=True)["tile_maxima"]
+    bounds = topk_pass._bounds(tile_maxima, 8)[:, :, 1024:].unsqueeze(-1)
+    s = (q.float() @ k.float().mT)[:, :, 1024:]
+    if causal:
+        s = s.masked_fill(torch.ones(4096, 4096, dtype=torch.bool, device="cuda").triu(1)[1024:], -torch.inf)
+    above = (s > bounds).unflatten(-1, (512, 4, 2))
+    assert (above.sum((-3, -2, -1)) >= 8).float().mean() > 0.999  # the product of kernels may round otherwise
+    assert (above.sum((-3, -1)).amax(-1) > topk_pass.CAPACITY).float().mean() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "equal"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [33, 64, 77, 96])
+def test_the_largest_of_few_keys_are_those_of_dense_weights(keys: int, causal: bool, kind: str) -> None:
+    """Beside what a key receives: chunks of 32 keys, the last of them partial, and blocks of rows that end within one."""
+    q, k, v = (torch.randn(2, 4, n, 64, device="cuda", dtype=torch.float16) for n in (700, keys, keys))
+    if kind != "plain":
+        q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (q, k))
+    mask = regard.causal() if causal else None
+    seen = regard.weights(q, k, mask=mask, align="end", engine="triton").see("lse", "received", topk=8, values=v)
+    shown = torch.ones(700, keys, dtype=torch.bool, device="cuda").tril(keys - 700) if causal else None
+    w, y, _ = dense(q, k, v, shown)
+    w = w.nan_to_num(0.0)
+    assert (seen.topk.values.double() - w.topk(8, -1).values).abs().max() < 1e-4
+    at = w.gather(-1, seen.topk.indices.clamp(min=0)).masked_fill(seen.topk.indices < 0, 0)
+    assert (seen.topk.values.double() - at).abs().max() < 1e-4
+    assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
+    assert (seen.y.double() - y.nan_to_num(0.0)).abs().max() < 0.02
+    if kind == "equal" and not causal:
+        assert torch.equal(seen.topk.indices, torch.arange(8, device="cuda").expand(2, 4, 700, 8))
+
+
+def test_lists_have_the_same_bits_in_every_repeat() -> None:
+    q, k, v = draw(2, 8, 4096, 64), draw(2, 8, 4096, 64), draw(2, 8, 4096, 64)
+    ask = lambda: regard.weights(q, k, mask=regard.causal(), engine="triton").see("lse", topk=8, values=v).topk  # noqa: E731
+    first = ask()
+    values, indices = first.values.clone(), first.indices.clone()
+    for _ in range(100):
+        again = ask()
+        assert torch.equal(again.values, values)
+        assert torch.equal(again.indices, indices)
+
+
+@pytest.mark.parametrize("size", [24, 80, 128])
+def test_float32_by_parts_of_16_bits_is_as_exact_as_plain_pytorch(size: int) -> None:
+    kernel_cases.judged_by_parts("cuda", size)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_float32_by_parts_has_at_most_the_error_of_fused_attention(causal: bool) -> None:
+    q, k, v = (torch.randn(1, 2, 2048, 128, device="cuda") for _ in range(3))
+    mask = regard.causal() if causal else None
+    seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", values=v)
+    shown = torch.ones(2048, 2048, dtype=torch.bool, device="cuda").tril() if causal else None
+    _, right, _ = dense(q, k, v, shown)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert (seen.y.double() - right).norm() <= 1.05 * (theirs.double() - right).norm()
 
 
 def test_topk_of_long_rows_by_candidates() -> None:

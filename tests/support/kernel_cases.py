@@ -289,7 +289,7 @@ def count_wrong_topk_of_long_rows(dtypes: tuple[torch.dtype, ...], device: str =
             problem = dataclasses.replace(problem, q=q, k=k)
         request = Request(("topk_scores", "topk_indices", "norm"), topk=n)
         topk_pass.MAX_IN_NETWORK = most if networks else 0
-        topk_pass.MAX_MARK_BYTES = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
+        topk_pass.MAX_LIST_BYTES = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
         replay.TAPES.clear()
         results = compute_with_autograd(problem, request, get_engine("triton"), {}, False)
         double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)
@@ -320,6 +320,47 @@ def judged_where_keys_are_equal(dtype: torch.dtype, device: str = "cpu") -> None
             assert bool((~(results == n).any(-1) | (results == n - 1).any(-1)).all()), (
                 f"key {n} is listed before one that is equal, networks of {topk_pass.MAX_IN_NETWORK}"
             )
+
+
+def judged_by_parts(device: str = "cpu", size: int = 24) -> None:
+    """float32 whose products go by parts of 16 bits: components and rows far apart, huge scores, sinks, and infinities."""
+    from regard.engines.triton import forward_pass, tile_config
+
+    sizes = tile_config.PART_SIZES
+    uses_parts, forward_pass.uses_parts = (
+        forward_pass.uses_parts,
+        lambda p, v: uses_parts(p, v) if device == "cuda" else p.product and p.fp32,
+    )
+    replay.TAPES.clear()
+    try:
+        tile_config.PART_SIZES = (8, 128)
+        for mask, scale, lengths in (
+            ("none", 1.0, (40, 70, "end")),
+            ("causal", 30.0, (70, 70, None)),
+            ("window", 1e-3, (33, 50, "end")),
+        ):
+            for similarity in ("scaled_dot", "sink"):
+                case = KernelCase(similarity, mask, ("y", "lse", "max_score", "entropy"), torch.float32, lengths, (2, 4, 2, size, size - 8), scale)  # fmt: skip
+                judged(case, device)
+        q, k, v = (torch.randn(1, 2, n, size, device=device) for n in (40, 70, 70))
+        q[..., 3] *= 1e4
+        k[..., 3] *= 1e-4
+        v[:, :, ::3] *= 1e5
+        truth = regard.weights(q.double(), k.double(), engine="blockwise").see("lse", "entropy", values=v.double())
+        plain = regard.weights(q.cpu(), k.cpu(), engine="blockwise").see("lse", "entropy", values=v.cpu())
+        seen = regard.weights(q, k, engine="triton").see("lse", "entropy", values=v)
+        for name in ("y", "lse", "entropy"):
+            right = getattr(truth, name)
+            mine, theirs = (float((getattr(x, name).to(right) - right).norm() / right.norm()) for x in (seen, plain))
+            assert mine < 3 * theirs + 2e-7, (name, mine, theirs)
+        v[0, 0, 6, 1], k[0, 1, 3] = torch.inf, -torch.inf
+        seen, plain = (regard.weights(q, k, engine=e).see("lse", values=v) for e in ("triton", "blockwise"))
+        for mine, theirs in ((seen.y, plain.y), (seen.lse, plain.lse)):
+            assert torch.equal(mine.isnan(), theirs.isnan())
+            assert torch.equal(mine.isinf(), theirs.isinf())
+    finally:
+        tile_config.PART_SIZES, forward_pass.uses_parts = sizes, uses_parts
+        replay.TAPES.clear()
 
 
 def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: int = 300) -> None:

@@ -33,6 +33,7 @@ from regard.engines.triton import (
     kernel_inputs,
     mask_args,
     profile_pass,
+    short_pass,
     tile_config,
     tile_pool_pass,
     topk_pass,
@@ -249,8 +250,8 @@ def _wrong_near_sums() -> int:
 
 def main(part: int, of: int) -> int:
     profile_pass.empty = comparison_pass.empty = backward_pass.empty = decode_pass.empty = topk_pass.empty = (
-        forward_pass.empty
-    ) = kernel_inputs.empty = poisoned
+        short_pass.empty
+    ) = forward_pass.empty = kernel_inputs.empty = poisoned
     intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else _wrong_near_sums() if part == 1 % of else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
@@ -275,6 +276,8 @@ def main(part: int, of: int) -> int:
     if part == 3:
         tile_config.forced["any"] = tile_config.Config(16, 32, 4, 1)
         kernel_cases.judged_where_keys_are_equal(torch.float32)
+        kernel_cases.judged_where_keys_are_equal(torch.float16)
+        kernel_cases.judged_by_parts()
     if part == 2:
         tile_config.forced["any"] = tile_config.Config(16, 32, 4, 1)
         for wanted in (

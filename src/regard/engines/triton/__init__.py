@@ -193,21 +193,32 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
 def _from_scores(
     problem: Problem, request: Request, first: tuple[str, ...], second: tuple[str, ...], top: int, cached: Results
 ) -> Results:
-    """Few rows or few keys: scores are stored by the first pass, and columns and the largest are taken from them."""
+    """Few rows or few keys: columns and the largest are taken from scores that the first pass stores, or in one walk over few keys."""
     from . import decode_pass, short_pass
     from .kernel_inputs import KernelInputs
 
+    p = KernelInputs(problem)
+    splits = decode_pass.splits_keys(p)
+    if not splits and short_pass.serves_by_chunks(p, top):
+        first = first if "norm" in (*first, *cached) else (*first, "norm")
+        results = cached | (_first_pass(problem, request, first) if first else {})
+        results |= short_pass.by_chunks(problem, top, results["norm"], "received" in second)
+        return results | _other_columns(problem, request, second, results["norm"])
     results = cached | _first_pass(problem, request, first, store=True)
     scores = results.pop("scores")
-    if not decode_pass.splits_keys(KernelInputs(problem)):
+    if not splits:
         results |= short_pass.from_scores(problem, top, scores, results.get("norm"), "received" in second)
     elif top:
         results |= decode_pass.topk(problem, top, scores, results.get("norm"))
     if "received" in second and "received" not in results:
         results["received"] = decode_pass.received(problem, scores, results["norm"])
-    if others := tuple(n for n in second if n != "received"):
-        results |= _second_pass(problem, request, others, results["norm"])
-    return results
+    return results | _other_columns(problem, request, second, results.get("norm"))
+
+
+def _other_columns(problem: Problem, request: Request, second: tuple[str, ...], norm: Tensor | None) -> Results:
+    """Results of the second pass other than what a key receives."""
+    others = tuple(n for n in second if n != "received")
+    return _second_pass(problem, request, others, norm) if others and norm is not None else {}
 
 
 def _first_pass(

@@ -15,7 +15,16 @@ import triton
 from torch import Tensor
 
 from ...core.problem import Problem
-from .kernel_inputs import KernelInputs, LaunchArgs, empty, empty_row_output, num_sms, padded_size, tma_descriptors
+from .kernel_inputs import (
+    KernelInputs,
+    LaunchArgs,
+    empty,
+    forward_outputs,
+    num_sms,
+    output_args,
+    padded_size,
+    tma_descriptors,
+)
 from .kernels.decode import (
     STATE_FIELDS,
     SplitArg,
@@ -25,7 +34,7 @@ from .kernels.decode import (
     topk_of_part_kernel,
     topk_of_parts_kernel,
 )
-from .kernels.forward import Outputs, row_stats
+from .kernels.forward import row_stats
 from .kernels.tile_ops import row_arg, tensor_arg
 from .launcher import launch
 from .tile_config import Config, forced
@@ -86,11 +95,7 @@ def forward(
 ) -> dict[str, Tensor]:
     """One pass for those of y, lse, norm, max_score, argmax, entropy, mean_distance and mass in `names`; with `store` also `scores`."""
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
-    e = 16 if v is None else v.shape[-1]
-    outputs = {name: empty_row_output(p, name) for name in names if name != "y"}
-    if v is not None:
-        v = v.expand(p.b, -1, -1, -1)
-        outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
+    v, e, outputs = forward_outputs(p, names, v)
     plan = _split_plan(p, v, e)
     config, splits, rows = plan.config, plan.splits, p.b * p.h * p.i
     state = y_part = scores = None
@@ -134,12 +139,8 @@ def _common_args(
     p: KernelInputs, sink: Tensor | None, names: tuple[str, ...], outputs: dict[str, Tensor], split: SplitArg, y: bool, e: int
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments that `decode_kernel` and `merge_kernel` share."""
-    out_args = {
-        name: p.unused if name not in outputs else tensor_arg(outputs[name]) if outputs[name].ndim == 4 else row_arg(outputs[name])
-        for name in Outputs._fields
-    }  # fmt: skip
     return {
-        "out": Outputs(**out_args), "split": split, "sink": p.unused if sink is None else tensor_arg(sink),
+        "out": output_args(p, outputs), "split": split, "sink": p.unused if sink is None else tensor_arg(sink),
         "SINK": sink is not None, "STATS": row_stats(names), "Y": y, "E": e, "BLOCK_E": padded_size(e, p.q),
     }  # fmt: skip
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,18 +20,20 @@ from .kernel_inputs import (
     KernelInputs,
     LaunchArgs,
     empty,
-    empty_row_output,
+    forward_outputs,
     gluon_tma_args,
     new_tile_counter,
     num_sms,
+    output_args,
     padded_size,
     tma_descriptors,
 )
 from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
-from .kernels.forward import Outputs, forward_kernel, row_stats
+from .kernels.forward import forward_kernel, row_stats
+from .kernels.parts import halves_kernel, thirds_kernel
 from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
-from .tile_config import Config, choose_config, gluon_config, is_short
+from .tile_config import Config, choose_config, gluon_config, is_short, uses_parts
 
 #: Groups of tiles whose largest score is stored: four times the 16 that `uses_candidates` allows, since all are sorted for a bound.
 MAX_GROUPS = 64
@@ -54,12 +56,13 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     (b, h, i, pitch), written where tiles are visited; values are then at most 64 wide.
     """
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
-    e = 16 if v is None else v.shape[-1]
-    outputs = {name: empty_row_output(p, name) for name in names if name != "y"}
-    if v is not None:
-        v = v.expand(p.b, -1, -1, -1)
-        outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
-    config = _forward_config(p, names, v, e, store, with_tile_maxima)
+    v, e, outputs = forward_outputs(p, names, v)
+    parts = parts_of(p, v)
+    config = (
+        _forward_config(p, names, v, e, store, with_tile_maxima)
+        if parts is None
+        else choose_config("parts", p, e, None)
+    )
     tiles_per_group = 1
     if with_tile_maxima:
         ragged = 0 if p.mask_format.kind in ("none", "causal") else 2  # an edge on either side, at most
@@ -79,14 +82,10 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         from .hopper.forward_ws import forward_ws_kernel as kernel
 
     def launch_args() -> LaunchArgs:
-        rows = {
-            name: p.unused if name not in outputs else tensor_arg(outputs[name]) if outputs[name].ndim == 4 else row_arg(outputs[name])
-            for name in (*Outputs._fields, "tile_maxima")
-        }  # fmt: skip
-        tile_maxima, common_args = rows.pop("tile_maxima"), p.common_args
+        tile_maxima, common_args = tensor_arg(outputs["tile_maxima"]) if with_tile_maxima else p.unused, p.common_args
         args: dict[str, Any] = {
             "STATS": row_stats(names),
-            "out": Outputs(**rows), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
+            "out": output_args(p, outputs), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
             "keys": p.unused if keys is None else tensor_arg(keys), "sink": p.unused if problem.sink is None else tensor_arg(problem.sink),
             "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "TILE_MAXIMA": with_tile_maxima,
             "SINK": problem.sink is not None, "SHARED_KV": p.product and p.values_are_keys(v), **config.launch,
@@ -100,16 +99,64 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "v": p.unused if v is None else tensor_arg(v), "tanh_arg": p.tanh_arg,
             "q_desc": descriptors[0], "k_desc": descriptors[1], "v_desc": descriptors[2],
-            "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "scores": outputs.get("scores", p.q), "pitch": pitch, "SCORES": store, "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
+            "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "scores": outputs.get("scores", p.q), "pitch": pitch, "q_scale": p.q, "k_scale": p.q, "PARTS": parts is not None, "SCORES": store, "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
             "FP32_V": v is not None and v.dtype == torch.float32, "TMA": tma,
             "EDGES": _edges(p, config), "EVEN_BLOCKS": p.j % config.block_j == 0,
-            "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args,
+            "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args, **({} if parts is None else parts.args()),
         }  # fmt: skip
 
     tile_counter = new_tile_counter(p) if config.gluon and v is not None else None
-    tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter]
+    tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter, *(parts or ())]
     launch(kernel, p.key and (p.key, names, with_tile_maxima, store, config), tensors, launch_args)
     return outputs
+
+
+class SplitInputs(NamedTuple):
+    """Queries, keys and values of float32 in parts of 16 bits."""
+
+    q: Tensor
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
+    v: Tensor | None
+
+    def args(self) -> dict[str, Any]:
+        values = {} if self.v is None else {"v": tensor_arg(self.v)}
+        scales = {"q_scale": self.q_scale, "k_scale": self.k_scale}
+        return {"q": tensor_arg(self.q), "k": tensor_arg(self.k), **scales, **values, "SHARED_KV": False, "TMA": False}
+
+
+def parts_of(p: KernelInputs, v: Tensor | None) -> SplitInputs | None:
+    """Parts of the inputs of a forward pass, where its products go by them."""
+    if not uses_parts(p, v):
+        return None
+    return SplitInputs(*_halves(p.q), *_halves(p.k), None if v is None else _thirds(v))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    b, h, n, d = x.shape
+    out, scale = empty(b, h, n, 2 * d, like=x, dtype=torch.float16), empty(b, h, n, like=x, dtype=torch.float32)
+    rows = max(1, 2048 // padded_size(d))
+
+    def launch_args() -> LaunchArgs:
+        sizes = {"H": h, "N": n, "D": d, "ROWS": rows, "BLOCK_D": padded_size(d)}
+        return triton.cdiv(n, rows) * b * h, {"x": tensor_arg(x), "out": out, "scale": scale, **sizes}
+
+    launch(halves_kernel, "halves", [x, out, scale], launch_args)
+    return out, scale
+
+
+def _thirds(x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    out = empty(b, h, n, 3 * d, like=x, dtype=torch.bfloat16)
+    rows = max(1, 2048 // padded_size(d))
+
+    def launch_args() -> LaunchArgs:
+        sizes = {"H": h, "N": n, "D": d, "ROWS": rows, "BLOCK_D": padded_size(d)}
+        return triton.cdiv(n, rows) * b * h, {"x": tensor_arg(x), "out": out, **sizes}
+
+    launch(thirds_kernel, "thirds", [x, out], launch_args)
+    return out
 
 
 def _forward_config(

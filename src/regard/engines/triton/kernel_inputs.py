@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 from ...core.problem import Problem, strides_like
 from ...core.pytree import flatten
 from .kernels.additive import MAX_PAIRED, TanhArg
-from .kernels.tile_ops import NO_LAYOUT, Sizes, TensorArg, TmaLayout, norm_kernel, tensor_arg, tma_descriptor
+from .kernels.forward import Outputs
+from .kernels.tile_ops import NO_LAYOUT, Sizes, TensorArg, TmaLayout, norm_kernel, row_arg, tensor_arg, tma_descriptor
 from .launcher import INTERPRETED, launch
 from .mask_args import MaskFormat, choose_mask_format, key_table, row_table
 from .tile_config import Config
@@ -23,10 +24,11 @@ __all__ = [
     "KernelInputs",
     "LaunchArgs",
     "empty",
-    "empty_row_output",
+    "forward_outputs",
     "gluon_tma_args",
     "new_tile_counter",
     "num_sms",
+    "output_args",
     "padded_size",
     "tma_descriptors",
 ]
@@ -51,6 +53,26 @@ def empty_row_output(p: KernelInputs, name: str) -> Tensor:
     """Memory for a result of every row: (b, h, i), and (b, h, i, 2) for the norm."""
     shape = (p.b, p.h, p.i, 2) if name == "norm" else (p.b, p.h, p.i)
     return empty(*shape, like=p.q, dtype=torch.int64 if name == "argmax" else torch.float32)
+
+
+def forward_outputs(
+    p: KernelInputs, names: tuple[str, ...], v: Tensor | None
+) -> tuple[Tensor | None, int, dict[str, Tensor]]:
+    """Values (b, …) and their size, which is 16 where there are none; and memory for the results of a forward pass."""
+    outputs = {name: empty_row_output(p, name) for name in names if name != "y"}
+    if v is None:
+        return None, 16, outputs
+    v, e = v.expand(p.b, -1, -1, -1), v.shape[-1]
+    outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
+    return v, e, outputs
+
+
+def output_args(p: KernelInputs, outputs: dict[str, Tensor]) -> Outputs:
+    """Results of a forward pass as an argument of its kernel."""
+    args = {
+        name: tensor_arg(x) if x.ndim == 4 else row_arg(x) for name, x in outputs.items() if name in Outputs._fields
+    }
+    return Outputs(**{name: args.get(name, p.unused) for name in Outputs._fields})
 
 
 class KernelInputs:

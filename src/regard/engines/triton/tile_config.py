@@ -59,9 +59,9 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("one_tile", 64): Config(64, 128, 4, 2),  # all keys at once: nothing is bounded, and nothing is searched twice
     ("topk_network", 64): Config(64, 64, 4, 2, registers=128),  # four programs at a time
     ("topk_network", 256): Config(64, 64, 4, 2, registers=168),
-    ("mark_candidates", 64): Config(64, 64, 4, 3),
-    ("mark_candidates", 128): Config(64, 64, 4, 3),
-    ("mark_candidates", 256): Config(64, 64, 4, 2),
+    ("topk_lists", 64): Config(64, 64, 4, 3, registers=128),
+    ("topk_lists", 128): Config(64, 64, 4, 3, registers=168),
+    ("topk_lists", 256): Config(64, 64, 4, 2),
     ("column_pass", 64): Config(64, 128, 4, 3, registers=128),
     ("column_pass", 128): Config(64, 128, 4, 3),
     ("column_pass", 256): Config(64, 64, 4, 2),
@@ -135,6 +135,7 @@ HOPPER_KERNELS = os.environ.get("REGARD_HOPPER", "1") != "0"
 FLOAT32: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(128, 64, 4, 1, tma=False),
     ("forward", 128): Config(128, 64, 8, 1, tma=False),
+    ("parts", 128): Config(128, 32, 8, 3, tma=False),
     ("column_pass", 64): Config(128, 64, 4, 1, tma=False),
     ("column_pass", 128): Config(64, 32, 4, 1, tma=False),
     ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
@@ -198,6 +199,20 @@ forced: dict[str, Config] = {}  # by kernel; set by tests and benchmarks
 def is_short(p: Any, e: int) -> bool:
     """Two wide tiles or fewer fill no pipeline: narrow tiles are as fast or faster, without warp specialisation."""
     return p.j <= 256 and max(p.d, e) <= 64
+
+
+#: Sizes of float32 queries and values, above the first and up to the second, whose products go by parts of 16 bits.
+PART_SIZES = (64, 128)
+
+
+def uses_parts(p: Any, v: Tensor | None) -> bool:
+    """Whether the products of a forward pass go by parts of 16 bits: of float32 on Hopper, where TF32 would spill."""
+    of_float32 = p.product and p.fp32 and (v is None or v.dtype == torch.float32) and not forced
+    return (
+        of_float32
+        and PART_SIZES[0] < max(p.d, 0 if v is None else v.shape[-1]) <= PART_SIZES[1]
+        and _hopper(p.q.device)
+    )
 
 
 def choose_config(

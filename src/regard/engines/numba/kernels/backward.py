@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from numba import carray, njit
 
-from .intrinsics import atomic_next, f32, product_nn, product_nt, product_tn, reals, use_wide_vectors
+from .intrinsics import f32, product_nn, product_nt, product_tn, reals, use_wide_vectors
 from .params import SOFTCAP, modifiers_at
 from .row_ops import (
     add_distance_,
     add_vector_,
     apply_modifiers_,
+    items,
     mul_,
     norm_of,
     normalize_,
     normalize_with_logs_,
+    own_scratch,
     score_grad_,
     score_grad_with_entropy_,
     tile_products,
@@ -30,13 +32,10 @@ from .row_ops import (
 @njit
 def backward(T):
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     per_chunk = ((T.I + T.block_i - 1) // T.block_i + T.chunks - 1) // T.chunks * T.block_i
     group = T.H // T.G
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.G * T.chunks:
-            return
+    for item in items(T, T.B * T.G * T.chunks):
         chunk, b, g = item // (T.B * T.G), item // T.G % T.B, item % T.G
         for h in range(g * group, (g + 1) * group):
             for i0 in range(chunk * per_chunk, min(T.I, (chunk + 1) * per_chunk), T.block_i):

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from numba import carray, njit
 
-from .intrinsics import atomic_next, i64, longs_at, reals, use_wide_vectors
+from .intrinsics import i64, longs_at, reals, use_wide_vectors
 from .params import modifiers_at
-from .row_ops import apply_modifiers_, tile_products, visible_keys
+from .row_ops import apply_modifiers_, items, own_scratch, tile_products, visible_keys
 
 
 @njit
 def cells(T):
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     blocks = (T.I + T.block_i - 1) // T.block_i
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.H * blocks:
-            return
+    for item in items(T, T.B * T.H * blocks):
         i0 = item % blocks * T.block_i
         row_at = carray(longs_at(T.row_at), T.row_count)
         chosen, end = first_from(row_at, T.row_count, i0), first_from(row_at, T.row_count, i0 + T.block_i)

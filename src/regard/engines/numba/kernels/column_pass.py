@@ -9,12 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import atomic_next, doubles_at, exp, f32, i64, product_tn, reals, use_wide_vectors
+from .intrinsics import doubles_at, exp, f32, i64, product_tn, reals, use_wide_vectors
 from .params import modifiers_at
 from .row_ops import (
     apply_modifiers_,
+    items,
     norm_of,
     normalize_and_accumulate_,
+    own_scratch,
     rescale_and_accumulate_,
     rows_of_item,
     tile_products,
@@ -27,12 +29,9 @@ from .row_ops import (
 def column_pass(T):
     size = T.itemsize
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     zero_(reals(T, scratch + size * T.block_i * T.block_j, T.block_j), 0, T.block_j)
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.H * T.chunks:
-            return
+    for item in items(T, T.B * T.H * T.chunks):
         head, first, past = rows_of_item(T, T.row_from, T.row_to, item)
         for i0 in range(first, past, T.block_i):
             block_of_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))

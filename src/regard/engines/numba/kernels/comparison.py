@@ -18,7 +18,6 @@ from .backward import has_cap
 from .intrinsics import (
     LOWEST,
     NEGATIVE_INFINITY,
-    atomic_next,
     exp,
     f32,
     floats_at,
@@ -29,7 +28,17 @@ from .intrinsics import (
     use_wide_vectors,
 )
 from .params import JS, KL, OVERLAP, TOTAL_VARIATION, modifiers_at, params_at
-from .row_ops import apply_modifiers_, mul_, norm_of, row_max, tile_products, total, visible_keys
+from .row_ops import (
+    apply_modifiers_,
+    items,
+    mul_,
+    norm_of,
+    own_scratch,
+    row_max,
+    tile_products,
+    total,
+    visible_keys,
+)
 
 INFINITY = f32(np.inf)
 
@@ -39,12 +48,9 @@ def compare(T):
     """kl and cross-entropy in one pass over the keys, with the norms of both matrices."""
     use_wide_vectors()
     S = carray(params_at(T.other), 1)[0]
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     blocks = (T.I + T.block_i - 1) // T.block_i
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.heads * blocks:
-            return
+    for item in items(T, T.B * T.heads * blocks):
         head, i0 = item // blocks, item % blocks * T.block_i
         merge_tiles(T, S, scratch, head // T.heads, head % T.heads, i0, min(T.block_i, T.I - i0))
 
@@ -122,12 +128,9 @@ def compare_finished(T):
     """Σa and Σb of every row (`T.delta`, `S.delta`), of measures that need finished weights."""
     use_wide_vectors()
     S = carray(params_at(T.other), 1)[0]
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     blocks = (T.I + T.block_i - 1) // T.block_i
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.heads * blocks:
-            return
+    for item in items(T, T.B * T.heads * blocks):
         head, i0 = item // blocks, item % blocks * T.block_i
         add_terms(T, S, scratch, head // T.heads, head % T.heads, i0, min(T.block_i, T.I - i0))
 
@@ -153,13 +156,10 @@ def compare_backward(T):
     """Gradients of queries and keys, of one matrix or of both (those whose `dq` is not 0)."""
     use_wide_vectors()
     S = carray(params_at(T.other), 1)[0]
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     per_chunk = ((T.I + T.block_i - 1) // T.block_i + T.chunks - 1) // T.chunks * T.block_i
     per_group = T.heads // T.groups
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.groups * T.chunks:
-            return
+    for item in items(T, T.B * T.groups * T.chunks):
         chunk, b, group = item // (T.B * T.groups), item // T.groups % T.B, item % T.groups
         for h in range(group * per_group, (group + 1) * per_group):
             for i0 in range(chunk * per_chunk, min(T.I, (chunk + 1) * per_chunk), T.block_i):

@@ -10,7 +10,6 @@ from numba import carray, njit
 
 from .intrinsics import (
     NEGATIVE_INFINITY,
-    atomic_next,
     exp,
     f32,
     i64,
@@ -27,6 +26,8 @@ from .row_ops import (
     exp_with_t_,
     expected_distance,
     index_of,
+    items,
+    own_scratch,
     row_max,
     scale_,
     tile_products,
@@ -39,12 +40,9 @@ from .row_ops import (
 @njit
 def forward(T):
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     blocks = (T.I + T.block_i - 1) // T.block_i
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.H * blocks:
-            return
+    for item in items(T, T.B * T.H * blocks):
         b, h, i0 = item // (T.H * blocks), item // blocks % T.H, item % blocks * T.block_i
         rows_of_one_head(T, scratch, 1, b, h, i0, min(T.block_i, T.I - i0))
 

@@ -14,7 +14,6 @@ from numba import carray, njit
 from .comparison import add_to_inputs, finish_scores
 from .intrinsics import (
     NEGATIVE_INFINITY,
-    atomic_next,
     exp,
     f32,
     floats_at,
@@ -27,8 +26,10 @@ from .intrinsics import (
 from .params import CROSS_ENTROPY, ENTROPY, modifiers_at, params_at
 from .row_ops import (
     apply_modifiers_,
+    items,
     norm_of,
     normalize_and_accumulate_,
+    own_scratch,
     row_max,
     tile_products,
     visible_keys,
@@ -42,12 +43,9 @@ TINY = f32(1e-37)
 def head_rows(T):
     """The measure of every row of a group of heads, Σ p, and the norm of the other matrix."""
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     blocks = (T.I + T.block_i - 1) // T.block_i
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.heads * blocks:
-            return
+    for item in items(T, T.B * T.heads * blocks):
         head, block = item % (T.B * T.heads), blocks - 1 - item // (T.B * T.heads)  # long rows first
         i0 = block * T.block_i
         merge_tiles(T, scratch, head // T.heads, head % T.heads, i0, min(T.block_i, T.I - i0))
@@ -212,12 +210,9 @@ def finish_rows(T, S, out, rows, state):
 def head_rows_backward(T):
     """Gradients of the other matrix. Chunks of rows have sums of their own for the keys; the longest come first."""
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     per_chunk = ((T.I + T.block_i - 1) // T.block_i + T.chunks - 1) // T.chunks * T.block_i
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.groups * T.chunks:
-            return
+    for item in items(T, T.B * T.groups * T.chunks):
         chunk, b, group = T.chunks - 1 - item // (T.B * T.groups), item // T.groups % T.B, item % T.groups
         per_group = T.heads // T.groups
         for o in range(group * per_group, (group + 1) * per_group):

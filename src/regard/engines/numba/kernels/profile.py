@@ -10,22 +10,30 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import atomic_next, doubles_at, exp, f32, longs_at, reals, use_wide_vectors
+from .intrinsics import doubles_at, exp, f32, longs_at, reals, use_wide_vectors
 from .params import modifiers_at
-from .row_ops import apply_modifiers_, index_of, norm_of, row_max, rows_of_item, tile_products, visible_keys, zero_
+from .row_ops import (
+    apply_modifiers_,
+    index_of,
+    items,
+    norm_of,
+    own_scratch,
+    row_max,
+    rows_of_item,
+    tile_products,
+    visible_keys,
+    zero_,
+)
 
 
 @njit
 def profile(T):
     use_wide_vectors()
     size = T.itemsize
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    scratch = own_scratch(T)
     sums = T.block_i + 2 * T.block_j
     zero_(reals(T, scratch + size * T.block_i * T.block_j, sums), 0, sums)
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.H * T.chunks:
-            return
+    for item in items(T, T.B * T.H * T.chunks):
         head, first, past = rows_of_item(T, 0, T.I, item)
         for i0 in range(first, past, T.block_i):
             block_of_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))

@@ -13,6 +13,7 @@ from .intrinsics import (
     NEGATIVE_INFINITY,
     as_bits,
     as_float,
+    atomic_next,
     bytes_at,
     exp,
     f32,
@@ -289,6 +290,21 @@ def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
                 hide_(s, n, carray(bytes_at(cells), n))
             else:
                 hide_strided_(s, n, carray(bytes_at(cells), n * max(modifier.j, 1)), modifier.j)
+
+
+@njit
+def own_scratch(T):
+    """This thread's part of the scratch memory."""
+    return T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+
+
+@njit
+def items(T, count):
+    """Items of work, of `count`, that no other thread has taken: one at a time, until none is left."""
+    item = atomic_next(T.counter)
+    while item < count:
+        yield item
+        item = atomic_next(T.counter)
 
 
 @njit

@@ -11,18 +11,15 @@ from numba import njit
 
 from .column_pass import add_tile, block_of_rows
 from .forward import rows_of_one_head, tile_at
-from .intrinsics import atomic_next, i64, reals, use_wide_vectors
-from .row_ops import rows_of_item, visible_keys, zero_
+from .intrinsics import i64, reals, use_wide_vectors
+from .row_ops import items, own_scratch, rows_of_item, visible_keys, zero_
 
 
 @njit
 def strip_pass(T):
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.H * T.chunks:
-            return
+    scratch = own_scratch(T)
+    for item in items(T, T.B * T.H * T.chunks):
         head, first, past = rows_of_item(T, 0, T.I, item)
         for i0 in range(first, past, T.block_i):
             rows = min(T.block_i, T.I - i0)

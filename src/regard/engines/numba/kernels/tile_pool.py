@@ -11,7 +11,6 @@ from numba import carray, njit
 
 from .intrinsics import (
     NEGATIVE_INFINITY,
-    atomic_next,
     doubles_at,
     exp,
     f32,
@@ -20,17 +19,23 @@ from .intrinsics import (
     use_wide_vectors,
 )
 from .params import POOL_LSE, POOL_MAX, modifiers_at
-from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, rows_of_item, tile_products, visible_keys
+from .row_ops import (
+    apply_modifiers_,
+    items,
+    norm_of,
+    normalize_and_accumulate_,
+    own_scratch,
+    rows_of_item,
+    tile_products,
+    visible_keys,
+)
 
 
 @njit
 def tile_pool(T):
     use_wide_vectors()
-    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
-    while True:
-        item = atomic_next(T.counter)
-        if item >= T.B * T.H * T.chunks:
-            return
+    scratch = own_scratch(T)
+    for item in items(T, T.B * T.H * T.chunks):
         head, first, past = rows_of_item(T, T.row_from, T.row_to, item)
         for i0 in range(first, past, T.block_i):
             pool_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))

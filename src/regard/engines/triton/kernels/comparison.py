@@ -20,15 +20,14 @@ from .tile_ops import (
     FLOOR,
     HUGE,
     LN2,
-    apply_score_mods,
     key_blocks,
     load_block,
     load_tile,
     per_row,
     row_blocks,
+    scores_of_product,
     store_tile,
     visible,
-    visible_at_all,
 )
 
 #: A smaller score is hidden: FLOOR and everything that a bias may add to it.
@@ -71,16 +70,9 @@ def scores(
     FOLDED: a moderate scale and no modifiers. Then these are products, which `above` scales and centres in one FMA.
     """
     s = add_product(a, b_tile.T, tl.zeros([a.shape[0], b_tile.shape[0]], tl.float32), FP32)
-    at_i = i[None, :] if KEYS_FIRST else i[:, None]
-    at_j = j[:, None] if KEYS_FIRST else j[None, :]
-    slope = 1.0
-    if len(MODIFIERS) > 0:
-        s, slope = apply_score_mods(s, at_i, at_j, b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, False, -1)
-    elif not FOLDED:
-        s = s * scale2
-    if EDGE:
-        s = tl.where(visible_at_all(at_i, at_j, b, h, mask, sizes, MASK), s, FLOOR)
-    return s, slope
+    return scores_of_product(
+        s, i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS, FOLDED, MASK, KEYS_FIRST, EDGE
+    )
 
 
 @triton.jit

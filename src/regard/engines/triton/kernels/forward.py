@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .additive import tanh_sum
+from .parts import load_part, product_of_halves, product_of_thirds
 from .tile_ops import (
     EMPTY_MAX,
     FLOOR,
@@ -23,6 +24,7 @@ from .tile_ops import (
     head_ptr,
     key_blocks,
     load_block,
+    load_row_values,
     load_tile,
     product,
     store_row,
@@ -149,16 +151,17 @@ def store_row_stats(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, si
 @triton.jit
 def forward_kernel(
     q, k, v, tanh_arg, q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, modifiers, strides, caps, sink,
-    keys, mask, row_table, out, tile_maxima, tiles_per_group, groups, scores, pitch, sizes, heads, heads_per_group, scale, scale2,
+    keys, q_scale, k_scale, mask, row_table, out, tile_maxima, tiles_per_group, groups, scores, pitch, sizes, heads, heads_per_group, scale, scale2,
     SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_V: tl.constexpr, SINK: tl.constexpr, SHARED_KV: tl.constexpr,
     Y: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr, SCORES: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics of BLOCK_I rows.
 
     EDGES: 1 if some tiles are partly visible, 2 if all are taken as such, in one loop. EVEN_BLOCKS: the keys fill their last block. TILE_MAXIMA: store the largest
-    score of every few tiles, for topk. SCORES: store the scores of visited tiles, in rows of `pitch` numbers.
+    score of every few tiles, for topk. SCORES: store the scores of visited tiles, in rows of `pitch` numbers. PARTS: q, k and v come as
+    parts of 16 bits (`parts`), with scales of the rows of q and k.
     """
     block, head = schedule_tile(tl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
@@ -167,7 +170,11 @@ def forward_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     hk, hv = h // sizes.k_group, h // sizes.v_group
     if SIMILARITY == "product":
-        if TMA:  # rows past the end may be another head's; they are computed and never stored
+        if PARTS:
+            q_tile = load_part(q, b, h, i, d, sizes.i, D, 2, 0)
+            q_low = load_part(q, b, h, i, d, sizes.i, D, 2, 1)
+            of_rows = load_row_values(q_scale, b, h, i, sizes, 0.0)
+        elif TMA:  # rows past the end may be another head's; they are computed and never stored
             q_tile = tma_load(q_desc, q_layout, b, h, start)
         else:
             q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
@@ -193,7 +200,16 @@ def forward_kernel(
             for n in range(0 if EDGE else full_from, left + past - full_to if EDGE else full_to):
                 at = tl.where(n < left, first + n, full_to + n - left) if EDGE else n
                 j = at * BLOCK_J + tl.arange(0, BLOCK_J)
-                if SIMILARITY == "product":
+                if SIMILARITY == "product" and PARTS:
+                    k_tile = load_part(k, b, hk, j, d, sizes.j, D, 2, 0)
+                    k_low = load_part(k, b, hk, j, d, sizes.j, D, 2, 1)
+                    of_keys = tl.load(
+                        k_scale + (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * sizes.j + j,
+                        mask=j < sizes.j,
+                        other=0.0,
+                    )
+                    s = product_of_halves(q_tile, q_low, k_tile, k_low) * of_rows[:, None] * of_keys[None, :]
+                elif SIMILARITY == "product":
                     k_tile = load_block(
                         k, k_desc, k_layout, b, hk, at * BLOCK_J, j, d, sizes.j, D, TMA and (EVEN_BLOCKS or not EDGE),
                         EDGE == 1,
@@ -209,7 +225,7 @@ def forward_kernel(
                     tl.store(scores + cell, s, mask=(i[:, None] < sizes.i) & (j[None, :] < pitch))
                 if EDGE:
                     s = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), s, FLOOR)
-                if not Y:
+                if not Y or PARTS:
                     v_tile = s
                 elif SHARED_KV:
                     v_tile = k_tile
@@ -226,7 +242,12 @@ def forward_kernel(
                 m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
                     s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, STATS, SCALE_FOLDED
                 )  # fmt: skip
-                if Y:
+                if Y and PARTS:
+                    v_first = load_part(v, b, hv, j, e, sizes.j, E, 3, 0)
+                    v_second = load_part(v, b, hv, j, e, sizes.j, E, 3, 1)
+                    v_third = load_part(v, b, hv, j, e, sizes.j, E, 3, 2)
+                    y = y * alpha[:, None] + product_of_thirds(p, v_first, v_second, v_third)
+                elif Y:
                     y = add_product(p.to(v_tile.dtype), v_tile, y * alpha[:, None], FP32_V)
                 if TILE_MAXIMA:
                     visit = visits + (n if EDGE else n - full_from)

@@ -14,12 +14,10 @@ from .comparison import key_blocks_of_all
 from .tile_ops import (
     LN2,
     LOG2E,
-    apply_score_mods,
     head_ptr,
-    load_block,
     load_row_norm,
     log_weight,
-    product,
+    scores_of_head,
     visible_at_all,
 )
 
@@ -42,15 +40,12 @@ def heads_of_tile(
     next_m2, next_log2l = load_row_norm(norm, b, first, i, sizes, SCALE_FOLDED)
     for n in range(0, count):
         h = first + n
-        # Past the end of a head TMA reads the next one: such rows have weight 0, such keys are hidden.
-        q_tile = load_block(q, q_desc, q_layout, b, h, start_i, i, d, sizes.i, D, TMA, True)
-        k_tile = load_block(k, k_desc, k_layout, b, h // sizes.k_group, start_j, j, d, sizes.j, D, TMA, True)
         m2, log2l = next_m2, next_log2l
         next_m2, next_log2l = load_row_norm(norm, b, tl.minimum(h + 1, sizes.h - 1), i, sizes, SCALE_FOLDED)
-        s = product(q_tile, k_tile.T, FP32)
-        s, _ = apply_score_mods(
-            s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, 0
-        )
+        s = scores_of_head(
+            q, k, q_desc, q_layout, k_desc, k_layout, modifiers, strides, caps, sizes, i, j, d, b, h, start_i, start_j, scale,
+            D, MODIFIERS, SCALE_FOLDED, FP32, TMA,
+        )  # fmt: skip
         w = tl.exp2(log_weight(s, m2[:, None], log2l[:, None], scale2, SCALE_FOLDED))
         if HEAD_MASK:
             w = tl.where(visible_at_all(i[:, None], j[None, :], b, h, mask, sizes, MASK), w, 0.0)

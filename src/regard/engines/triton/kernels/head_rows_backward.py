@@ -14,36 +14,17 @@ import triton.language as tl
 from .comparison import key_blocks_of_all
 from .head_rows import TINY
 from .tile_ops import (
-    FLOOR,
     LN2,
     add_product,
-    apply_score_mods,
     load_row_norm,
     load_row_values,
     load_tile,
     log_weight,
     product,
     row_blocks,
+    scores_of_product,
     store_tile,
-    visible_at_all,
 )
-
-
-@triton.jit
-def scores(
-    a, b_tile, i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
-    FP32: tl.constexpr, KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Scores of a tile in base 2, FLOOR where hidden, and their slope, by the product that made the norm; with KEYS_FIRST (j, i)."""
-    s = product(a, b_tile.T, FP32)
-    at_i = i[None, :] if KEYS_FIRST else i[:, None]
-    at_j = j[:, None] if KEYS_FIRST else j[None, :]
-    slope = 1.0
-    if len(MODIFIERS) > 0:
-        s, slope = apply_score_mods(s, at_i, at_j, b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, False, -1)
-    else:
-        s = s * scale2
-    return tl.where(visible_at_all(at_i, at_j, b, h, mask, sizes, MASK), s, FLOOR), slope
 
 
 @triton.jit
@@ -76,7 +57,8 @@ def rows_kernel(
         for n in range(first, past):
             j = n * BLOCK_J + tl.arange(0, BLOCK_J)
             k_tile = load_tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
-            s, slope = scores(q_tile, k_tile, i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS, MASK, FP32, False)  # fmt: skip
+            # By the product that made the norm.
+            s, slope = scores_of_product(product(q_tile, k_tile.T, FP32), i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS, False, MASK, False, True)  # fmt: skip
             w = tl.exp2(log_weight(s, m2[:, None], log2l[:, None], 1.0, SCALE_FOLDED))
             x = minus_log2(strip, at, i[:, None], j[None, :], i0, rows, sizes.j)
             if WALK == 0:
@@ -113,7 +95,7 @@ def keys_kernel(
     for n in range(first, past):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
-        s, slope = scores(k_tile, q_tile, i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS, MASK, FP32, True)  # fmt: skip
+        s, slope = scores_of_product(product(k_tile, q_tile.T, FP32), i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS, False, MASK, True, True)  # fmt: skip
         m2, log2l = load_row_norm(norm, b, h, i, sizes, SCALE_FOLDED)
         w = tl.exp2(log_weight(s, m2[None, :], log2l[None, :], 1.0, SCALE_FOLDED))
         x = minus_log2(strip, at, i[None, :], j[:, None], i0, rows, sizes.j)

@@ -22,14 +22,13 @@ from .tile_ops import (
     LN2,
     LOG2E,
     add_product,
-    apply_score_mods,
     head_ptr,
-    load_block,
     load_norm2,
     load_tile,
     log_weight,
     product,
     row_blocks,
+    scores_of_head,
     visible_at_all,
 )
 
@@ -73,12 +72,10 @@ def sum_of_heads(
         seen = visible_at_all(i[:, None], j[None, :], b, b * 0, mask, sizes, MASK)
     for n in range(0, sizes.h):
         h = n + b * 0
-        q_tile = load_block(q, q_desc, q_layout, b, h, start, i, d, sizes.i, D, TMA, True)
-        k_tile = load_block(k, k_desc, k_layout, b, h // sizes.k_group, start_j, j, d, sizes.j, D, TMA, True)
-        next_s = product(q_tile, k_tile.T, FP32)
-        next_s, _ = apply_score_mods(
-            next_s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
-        )
+        next_s = scores_of_head(
+            q, k, q_desc, q_layout, k_desc, k_layout, modifiers, strides, caps, sizes, i, j, d, b, h, start, start_j, scale,
+            D, MODIFIERS, SCALE_FOLDED, FP32, TMA,
+        )  # fmt: skip
         if MASK == "flags":
             shown = visible_at_all(i[:, None], j[None, :], b, h, mask, sizes, MASK)
             next_s = tl.where(shown, next_s, FLOOR)

@@ -357,6 +357,26 @@ def apply_score_mods(s, i, j, b, h, modifiers, strides, caps, scale, sizes, MODI
 
 
 @triton.jit
+def scores_of_product(
+    s, i, j, b, h, modifiers, strides, caps, mask, sizes, scale, scale2, MODIFIERS: tl.constexpr, FOLDED: tl.constexpr, MASK: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile in base 2 from its product, FLOOR where hidden, and their slope; the tile is (i, j), with KEYS_FIRST (j, i).
+
+    FOLDED: a moderate scale and no modifiers. Then products stay as they are. EDGE: some cells may be hidden.
+    """
+    at_i, at_j = per_row(i, KEYS_FIRST), per_key(j, KEYS_FIRST)
+    slope = 1.0
+    if len(MODIFIERS) > 0:
+        s, slope = apply_score_mods(s, at_i, at_j, b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, False, -1)
+    elif not FOLDED:
+        s = s * scale2
+    if EDGE:
+        s = tl.where(visible_at_all(at_i, at_j, b, h, mask, sizes, MASK), s, FLOOR)
+    return s, slope
+
+
+@triton.jit
 def per_row(x, KEYS_FIRST: tl.constexpr):
     """A vector over rows, broadcastable to a tile: (1, I) where the tile is (j, i), else (I, 1)."""
     return x[None, :] if KEYS_FIRST else x[:, None]
@@ -377,6 +397,22 @@ def product(a, b, FP32: tl.constexpr):
 @triton.jit
 def add_product(a, b, total, FP32: tl.constexpr):
     return tl.dot(a, b, total, input_precision="tf32x3" if FP32 else "tf32")
+
+
+@triton.jit
+def scores_of_head(
+    q, k, q_desc, q_layout, k_desc, k_layout, modifiers, strides, caps, sizes, i, j, d, b, h, start_i, start_j, scale,
+    D: tl.constexpr, MODIFIERS: tl.constexpr, SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile (i, j) of one head, none hidden yet. Past the end of a head TMA reads the next one: such rows must
+    have weight 0, such keys be hidden."""
+    q_tile = load_block(q, q_desc, q_layout, b, h, start_i, i, d, sizes.i, D, TMA, True)
+    k_tile = load_block(k, k_desc, k_layout, b, h // sizes.k_group, start_j, j, d, sizes.j, D, TMA, True)
+    s = product(q_tile, k_tile.T, FP32)
+    s, _ = apply_score_mods(
+        s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
+    )
+    return s
 
 
 @triton.jit

@@ -98,8 +98,8 @@ def in_halves(tiles, COUNT: tl.constexpr):
 
 
 @triton.jit
-def merge_tile(s, start, best, N: tl.constexpr):
-    """The lists after a tile (I, J) of scores whose keys begin at `start`."""
+def lane_columns(s):
+    """Columns of a tile (I, J) of scores, each lane with its own: a tuple of tiles (I, LISTS, 1)."""
     I: tl.constexpr = s.shape[0]
     COUNT: tl.constexpr = s.shape[1] // LISTS
     # Lane l has the columns 8 c + 2 l + p of a product: neither permutation nor split moves a number.
@@ -107,6 +107,15 @@ def merge_tile(s, start, best, N: tl.constexpr):
     columns = (tl.reshape(s, (I, LISTS, COUNT)),)
     for level in tl.static_range(log2(COUNT)):
         columns = in_halves(columns, COUNT >> level)
+    return columns
+
+
+@triton.jit
+def merge_tile(s, start, best, N: tl.constexpr):
+    """The lists after a tile (I, J) of scores whose keys begin at `start`."""
+    I: tl.constexpr = s.shape[0]
+    COUNT: tl.constexpr = s.shape[1] // LISTS
+    columns = lane_columns(s)
     first = start + 2 * tl.arange(0, LISTS)[None, :]
     for begin in tl.static_range(0, COUNT, N):
         x = ()
