@@ -240,7 +240,8 @@ def regime_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The arguments of a pass but for numbers in tensors, and its settings: those of one regime take the same paths."""
     arguments = [(None, x) for x in args] + [*kwargs.items()]
     passed = tuple([(name, x if type(x) in _PLAIN else (type(x), getattr(x, "ndim", None))) for name, x in arguments])
-    return torch.is_grad_enabled(), model.training, passed, _settings(vars(model).get("config"))
+    casts = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return torch.is_grad_enabled(), casts, model.training, passed, _settings(vars(model).get("config"))
 
 
 def _settings(config: Any) -> Any:

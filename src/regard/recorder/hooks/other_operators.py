@@ -36,7 +36,21 @@ def install() -> None:
     gather, index = torch.ops.aten.gather.default, torch.ops.aten.index.Tensor
     tap.intercept("gather", OnLookup(gather, "index", lambda call: [call["dim"]]), tap.FOLLOW_KEY)
     tap.intercept("index.Tensor", OnLookup(index, "indices", _indexed_axes), tap.FOLLOW_KEY)
+    for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select"):
+        tap.intercept(name, OnRead(getattr(torch.ops.aten, name).default))
     tap.intercept_others(on_other, tap.FOLLOW_KEY)
+
+
+class OnRead:
+    """Handler of an operator that reads a number, or whose result is as long as there are numbers of a kind."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def __call__(self, listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
+        if listener.eager.open:
+            on_other(listener, self.op, tuple(call.values()), out, frame)
+        listener.read_number(out.shape if isinstance(out, Tensor) else out)
 
 
 class OnLookup:

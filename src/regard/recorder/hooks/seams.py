@@ -52,10 +52,6 @@ def install() -> None:
     tap.intercept("_native_multi_head_attention", on_native_mha, attends=True)
     tap.intercept("_transformer_encoder_layer_fwd", on_encoder_layer, attends=True)
     tap.intercept("embedding", on_embedding)
-    for name in ("_local_scalar_dense", "equal"):
-        tap.intercept(name, on_number)
-    for name in ("nonzero", "masked_select"):
-        tap.intercept(name, on_chosen)
     eager_attention.install()
     if (flex := _flex_operator()) is not None:
         tap.intercept_higher_order(flex, _FLEX_NAMES, on_flex)
@@ -311,15 +307,6 @@ def _flex_scores(call: dict[str, Any], heads: int) -> tuple[Tensor, Tensor]:
 
 
 # Tokens.
-
-
-def on_number(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
-    listener.read_number(out)
-
-
-def on_chosen(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    """A result as long as there are numbers of a kind."""
-    listener.read_number(out.shape)
 
 
 def on_embedding(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:

@@ -230,8 +230,7 @@ def intercept(
         key: The key under which it is intercepted.
         namespace: The library of the operator.
         attends: Whether a compiler that traces it traces attention; that of a product is no sign of it.
-        skip: Which calls are not reported while no softmax is open: for operators that a model calls far more often
-            than attention.
+        skip: Which calls are not reported while no softmax is open: for operators that a model calls often.
         multiplies: Whether its result may be scores where it cannot be read, as inside `torch.vmap`.
         native: The operator as PyTorch's own Python calls it, for one whose calls a listener may know.
     """
