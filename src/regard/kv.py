@@ -333,5 +333,5 @@ def _with_largest_at_the_end(scores: Tensor, n: int) -> Tensor:
     n = min(n, scores.shape[-1])
     others = scores[..., : scores.shape[-1] - n]
     largest = others.detach().amax() if others.numel() else scores.new_ones(())
-    above = torch.nextafter(largest, largest.new_tensor(torch.inf))  # a tie might go to another key
+    above = torch.nextafter(largest, torch.full_like(largest, torch.inf))  # a tie might go to another key
     return torch.cat([others, above.expand(*scores.shape[:-1], n)], -1)

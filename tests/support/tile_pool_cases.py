@@ -65,7 +65,7 @@ def matrix(name: str, dtype: torch.dtype, device: str, double: bool, engine: str
         "sink": lambda: regard.ScaledDot().sink(draw(4)),
         "bias": lambda: regard.ScaledDot().bias(draw(4, i, j)),
         "huge": lambda: regard.ScaledDot().bias(8000 * torch.ones_like(draw(1, 1, i, 1))),
-        "far": lambda: regard.ScaledDot().bias(-500.0 * (torch.arange(j, device=device) // 9).to(q.dtype)),
+        "far": lambda: regard.ScaledDot().bias(-512.0 * (torch.arange(j, device=device) // 9).to(q.dtype)),
     }
     cells = mask(i, j)
     cells = cells.to(device) if isinstance(cells, Tensor) else cells
