@@ -353,6 +353,16 @@ def judged_by_parts(device: str = "cpu", size: int = 24) -> None:
             right = getattr(truth, name)
             mine, theirs = (float((getattr(x, name).to(right) - right).norm() / right.norm()) for x in (seen, plain))
             assert mine < 3 * theirs + 2e-7, (name, mine, theirs)
+        # Scores near 10,000: columns, the largest and gradients divide by the norm of their own scores.
+        huge = (q * 30).requires_grad_()
+        W = regard.weights(huge, k, engine="triton")
+        W.see("lse", values=v)
+        for columns in (W.received(), W.see("lse", "received", values=v).received):
+            assert (columns.sum(-1) - q.shape[2]).abs().max() < 1e-5 * q.shape[2], columns.sum(-1)
+        with torch.no_grad():
+            W = regard.weights(huge, k, engine="triton")
+            W.see("lse", values=v)
+            assert W.topk(3).values.max() <= 1 + 1e-6, W.topk(3).values.max()
         v[0, 0, 6, 1], k[0, 1, 3] = torch.inf, -torch.inf
         seen, plain = (regard.weights(q, k, engine=e).see("lse", values=v) for e in ("triton", "blockwise"))
         for mine, theirs in ((seen.y, plain.y), (seen.lse, plain.lse)):

@@ -164,17 +164,20 @@ def _check(problem: Problem, request: Request) -> None:
 
 
 def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
-    from . import decode_pass, short_pass, topk_pass
+    from . import decode_pass, forward_pass, short_pass, topk_pass
     from .kernel_inputs import KernelInputs
 
-    results = dict(cached)
     first = tuple(n for n in names if n in ONE_PASS and not n.startswith("top"))
     second = tuple(n for n in names if n in SECOND_PASS)
     if second and "norm" not in cached and "norm" not in first:
         first = (*first, "norm")
     top = request.topk if any(n.startswith("top") for n in names) else 0
     p = KernelInputs(problem)
-    if decode_pass.splits_keys(p):
+    splits = decode_pass.splits_keys(p)
+    if (top or second) and "norm" in cached and not splits:
+        cached = cached | {"norm": forward_pass.norm_of_product(p, cached["norm"])}
+    results = dict(cached)
+    if splits:
         stored = decode_pass.stores_scores(p) and (top > 0 or "received" in second)
     else:
         stored = top > 0 and short_pass.serves(p, top, request.v if "y" in first else None)
@@ -182,7 +185,7 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
         return results | _from_scores(problem, request, first, second, top, cached)
     with_tile_maxima = top > 0 and topk_pass.uses_candidates(problem, top)
     if first or with_tile_maxima:
-        results |= _first_pass(problem, request, first, with_tile_maxima)
+        results |= _first_pass(problem, request, first, with_tile_maxima, by_parts=not (top or second))
     if top:
         results |= topk_pass.topk(problem, top, results.pop("tile_maxima", None), results.get("norm"))
     if second:
@@ -201,10 +204,10 @@ def _from_scores(
     splits = decode_pass.splits_keys(p)
     if not splits and short_pass.serves_by_chunks(p, top):
         first = first if "norm" in (*first, *cached) else (*first, "norm")
-        results = cached | (_first_pass(problem, request, first) if first else {})
+        results = cached | (_first_pass(problem, request, first, by_parts=False) if first else {})
         results |= short_pass.by_chunks(problem, top, results["norm"], "received" in second)
         return results | _other_columns(problem, request, second, results["norm"])
-    results = cached | _first_pass(problem, request, first, store=True)
+    results = cached | _first_pass(problem, request, first, store=True, by_parts=False)
     scores = results.pop("scores")
     if not splits:
         results |= short_pass.from_scores(problem, top, scores, results.get("norm"), "received" in second)
@@ -222,15 +225,16 @@ def _other_columns(problem: Problem, request: Request, second: tuple[str, ...], 
 
 
 def _first_pass(
-    problem: Problem, request: Request, names: tuple[str, ...], with_tile_maxima: bool = False, store: bool = False
-) -> Results:
+    problem: Problem, request: Request, names: tuple[str, ...], with_tile_maxima: bool = False, store: bool = False,
+    by_parts: bool = True,
+) -> Results:  # fmt: skip
     from . import decode_pass, forward_pass
     from .kernel_inputs import KernelInputs
 
     def forward(names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, first: bool = True) -> Results:
         if decode_pass.splits_keys(KernelInputs(problem)):
             return decode_pass.forward(problem, names, v, keys, store and first)
-        return forward_pass.forward(problem, names, v, keys, with_tile_maxima and first, store and first)
+        return forward_pass.forward(problem, names, v, keys, with_tile_maxima and first, store and first, by_parts)
 
     keys = None if request.keys is None else request.keys.float().view(1, 1, 1, -1)
     v = request.v if "y" in names else None

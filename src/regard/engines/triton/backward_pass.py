@@ -13,6 +13,7 @@ from ...core.problem import Problem, sum_groups
 from ...core.pytree import flatten
 from ...core.stats import required
 from ..score_grad import ScoreGrad
+from .forward_pass import norm2_of_product
 from .kernel_inputs import (
     CACHE,
     KernelInputs,
@@ -84,7 +85,15 @@ def backward_inputs(problem: Problem, v: Tensor | None, norm: Tensor, gradient: 
         left = gradient.left[..., e:].expand(p.b, p.h, -1, -1).contiguous()
         right = tensor_arg(gradient.right[..., e:].contiguous())
     grad = ScoreGradArg(
-        p.norm2(norm), gradient.delta.contiguous(), d_entropy, d_distance, left, right.ptr, right.b, right.h, n_extra
+        norm2_of_product(p, norm),
+        gradient.delta.contiguous(),
+        d_entropy,
+        d_distance,
+        left,
+        right.ptr,
+        right.b,
+        right.h,
+        n_extra,
     )
     constants = {
         "FP32_V": v is not None and v.dtype == torch.float32, "Y": v is not None, "D_ENTROPY": gradient.d_entropy is not None,

@@ -49,15 +49,16 @@ ROW_PASS = ("lse", "norm", "max_score", "entropy")
 GLUON_ARGS = ("mask", "sizes", "scale2", "D", "MASK")
 
 
-def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, with_tile_maxima: bool = False, store: bool = False) -> dict[str, Tensor]:  # fmt: skip
+def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, with_tile_maxima: bool = False, store: bool = False, by_parts: bool = True) -> dict[str, Tensor]:  # fmt: skip
     """Row statistics `names`: y, lse, norm, max_score, argmax, entropy, mean_distance, mass. `keys` is (b|1, h|1, 1, j).
 
     With `with_tile_maxima` also `tile_maxima`, the largest score of every few tiles, for topk. With `store` also `scores`
-    (b, h, i, pitch), written where tiles are visited; values are then at most 64 wide.
+    (b, h, i, pitch), written where tiles are visited; values are then at most 64 wide. Without `by_parts` scores are those of all
+    other passes.
     """
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
     v, e, outputs = forward_outputs(p, names, v)
-    parts = parts_of(p, v)
+    parts = parts_of(p, v) if by_parts else None
     config = (
         _forward_config(p, names, v, e, store, with_tile_maxima)
         if parts is None
@@ -124,6 +125,19 @@ class SplitInputs(NamedTuple):
         values = {} if self.v is None else {"v": tensor_arg(self.v)}
         scales = {"q_scale": self.q_scale, "k_scale": self.k_scale}
         return {"q": tensor_arg(self.q), "k": tensor_arg(self.k), **scales, **values, "SHARED_KV": False, "TMA": False}
+
+
+def norm_of_product(p: KernelInputs, norm: Tensor) -> Tensor:
+    """The norm by the product whose scores are to be divided by it.
+
+    Scores by parts of 16 bits may be an ulp off those of other passes: near 10,000 a weight exceeds 1 by a thousandth.
+    """
+    return forward(p.problem, ("norm",), None, None, by_parts=False)["norm"] if uses_parts(p, None) else norm
+
+
+def norm2_of_product(p: KernelInputs, norm: Tensor) -> Tensor:
+    """The same in base 2, as `load_norm2` reads it."""
+    return p.norm2(norm_of_product(p, norm))
 
 
 def parts_of(p: KernelInputs, v: Tensor | None) -> SplitInputs | None:

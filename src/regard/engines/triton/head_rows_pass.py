@@ -12,6 +12,7 @@ from torch import Tensor
 from ...core.problem import Problem, sum_groups
 from ...core.stats import Request
 from . import ENGINE, unsupported_reason
+from .forward_pass import norm_of_product
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, new_tile_counter, num_sms, padded_size, tma_descriptors
 from .kernels.head_rows import entropy_kernel, finish_entropy_kernel, tiles_kernel
 from .kernels.head_rows_backward import keys_kernel, rows_kernel
@@ -46,7 +47,7 @@ class HeadInputs:
         self.p, self.groups, self.by = KernelInputs(problem), groups, by
         if norm is None:
             norm = ENGINE.compute(problem, Request(("norm",)), ("norm",), {})["norm"]
-        self.norm = norm.contiguous()
+        self.norm = norm_of_product(self.p, norm).contiguous()
         self.factors = self.norm if factors is None else factors.float().contiguous()
 
     def key(self, *more: Hashable) -> Hashable | None:

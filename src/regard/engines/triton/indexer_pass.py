@@ -15,6 +15,7 @@ from ...core.pytree import replace_fields
 from ...core.scores.similarity import Product
 from ...core.stats import Request
 from . import ENGINE, MAX_SIZE, unsupported_reason
+from .forward_pass import norm2_of_product
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, num_sms, padded_size, tma_descriptors
 from .kernels.indexer import StripArg, cells_kernel, indexer_kernel, keys_kernel, merge_kernel, queries_kernel
 from .kernels.tile_ops import TensorArg, row_arg, tensor_arg
@@ -78,7 +79,7 @@ class IndexInputs:
     def shared_norm(self, norm: Tensor, shares: Tensor) -> Tensor:
         """The teacher's norm in base 2, less the logarithm of each head's factor: weights come out multiplied by it."""
         p = self.teacher
-        norm2 = p.norm2(norm).view(p.b, p.h, p.i, -1)
+        norm2 = norm2_of_product(p, norm).view(p.b, p.h, p.i, -1)
         norm2.select(-1, -1).sub_(shares.float().reshape(-1, p.h, 1).log2())
         return norm2
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.problem import Problem
 from ...core.stats import Request, Results
 from . import unsupported_reason
-from .forward_pass import pipelined_args
+from .forward_pass import norm2_of_product, pipelined_args
 from .kernel_inputs import KernelInputs, LaunchArgs, empty, padded_size, tma_descriptors
 from .kernels.profile import BINS, chosen_keys_kernel, head_sums_kernel, near_bins_kernel, profile_kernel
 from .kernels.tile_ops import row_arg, tensor_arg, tma_fits
@@ -37,7 +37,7 @@ def profile_pass(problem: Problem, rows: Results, targets: Tensor) -> Results:
     """All sums of every head, `sums` and `place` of `core/rows/head_profile.py`."""
     p = KernelInputs(problem)
     rows = {name: rows[name].contiguous() for name in ("norm", "entropy", "max_score")}
-    norm2, config = p.norm2(rows["norm"]), _config(p)
+    norm2, config = norm2_of_product(p, rows["norm"]), _config(p)
     over_keys = _over_keys(p, norm2, config)
     over_keys["chosen"] = _chosen_keys(p, norm2, targets)
     return head_sums(p, norm2, rows, over_keys, config.block_i // 2 if config.gluon else 1)

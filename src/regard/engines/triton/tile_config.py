@@ -201,7 +201,7 @@ def is_short(p: Any, e: int) -> bool:
     return p.j <= 256 and max(p.d, e) <= 64
 
 
-#: Sizes of float32 queries and values, above the first and up to the second, whose products go by parts of 16 bits.
+#: Sizes of float32 queries, above the first and up to the second, whose products go by parts of 16 bits; values are at most as large.
 PART_SIZES = (64, 128)
 
 
@@ -210,7 +210,8 @@ def uses_parts(p: Any, v: Tensor | None) -> bool:
     of_float32 = p.product and p.fp32 and (v is None or v.dtype == torch.float32) and not forced
     return (
         of_float32
-        and PART_SIZES[0] < max(p.d, 0 if v is None else v.shape[-1]) <= PART_SIZES[1]
+        and PART_SIZES[0] < p.d <= PART_SIZES[1]
+        and (v is None or v.shape[-1] <= PART_SIZES[1])
         and _hopper(p.q.device)
     )
 
