@@ -48,7 +48,7 @@ def interpret(*arguments: object, script: str = "triton_interpreter.py") -> None
 
 @in_the_interpreter
 @pytest.mark.early
-@pytest.mark.parametrize(("part", "of"), parts(8, quick=5))
+@pytest.mark.parametrize(("part", "of"), parts(8, quick=3))
 def test_kernels_agree_with_float64_in_the_interpreter(part: int, of: int) -> None:
     interpret(part, of)
 

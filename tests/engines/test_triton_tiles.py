@@ -13,7 +13,14 @@ from regard.engines import explain, triton
 from regard.engines.triton import tile_config
 
 #: Variants for sizes up to 64 or 128, which `forward_pass` and `topk_pass` choose by size.
-VARIANTS = {"short": 64, "narrow": 64, "many_stats": 64, "shared_kv": 128, "one_tile": 64}
+VARIANTS = {
+    "short": 64,
+    "narrow": 64,
+    "many_stats": 64,
+    "shared_kv": 128,
+    "one_tile": 64,
+    "parts": tile_config.PART_SIZES[1],
+}
 #: What these Gluon kernels do not serve goes to kernels of other names.
 GLUON_ALONE = {"backward", "row_pass"}
 TABLES = (tile_config.HOPPER, tile_config.PAIRS, tile_config.GLUON, tile_config.FLOAT32)
@@ -22,8 +29,10 @@ KERNELS = {name for table in TABLES for name, _ in table} - GLUON_ALONE
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
 def test_every_size_has_a_configuration(kernel: str) -> None:
-    table = tile_config.PAIRS if kernel.startswith("compare") else tile_config.HOPPER
-    for size in range(8, VARIANTS.get(kernel, 256) + 1, 8):
+    own = {"compare": tile_config.PAIRS, "parts": tile_config.FLOAT32}
+    table = next((table for name, table in own.items() if kernel.startswith(name)), tile_config.HOPPER)
+    smallest = tile_config.PART_SIZES[0] + 8 if kernel == "parts" else 8
+    for size in range(smallest, VARIANTS.get(kernel, 256) + 1, 8):
         assert tile_config._first(table, kernel, size) is not None, size
 
 

@@ -572,7 +572,9 @@ def test_a_script_loses_spaces_in_its_code_alone() -> None:
         """const f=(a,b="x = y, z")=>{return /[", ] = /.test(a)?`a, ${b?`, in ${a + `= ${b}`} = `:" , "} = c`:a&&b;};"""
     )
     signs = "if (a + b - c / d) { x = `{ ${ { a } } }`; } else { y = a - -b + +c + ++d % e; }"
-    assert page_html._without_spaces(signs) == "if (a+b-c/d){x=`{ ${{a}} }`;}else{y=a - -b + +c + ++d%e;}"
+    assert page_html._without_spaces(signs) == "if(a+b-c/d){x=`{ ${{a}} }`;}else{y=a - -b + +c + ++d%e;}"
+    lines = "for (const a of b) {\n  f(`;\n}`);\n  g(a)\n}\nh;\nk"
+    assert page_html._without_spaces(lines) == "for(const a of b){\n  f(`;\n}`);  g(a)}\nh;k"
 
 
 @pytest.mark.parametrize("length", [4, 6, 10, 14])

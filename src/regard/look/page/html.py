@@ -215,17 +215,23 @@ _NO_CODE = re.compile(
 #: The text of a template, up to its end or to the code inside it.
 _TEMPLATE = re.compile(r"(?:\\.|\$(?!\{)|[^`\\$])*(`|\$\{)")
 _BLANK = re.compile(" *")
-_SPACES = re.compile(r" ?(=>|[=!]==|[<>]=|&&|\|\||\?\?=?|[=<>*?:,;]|(?<= )[-+/%](?= [^-+/*])) ?")
+_SPACES = re.compile(
+    r" ?(=>|[=!]==|[<>]=|&&|\|\||\?\?=?|[=<>*?:,;]|(?<= )[-+/%](?= [^-+/*])) ?"
+    r"|(?<=;)\n|(?<=\bif) (?=\()|(?<=\bfor) (?=\()"
+)
 
 
 def _without_spaces(script: str) -> str:
-    """The script without the spaces around its signs; those in texts, patterns and templates stay."""
+    """The script without the spaces around its signs, and without lines that a sign ends anyway.
+
+    Those in texts, patterns and templates stay.
+    """
     parts, at = [], 0
     depths: list[int] = []  # of braces, in the code inside of every template around
     while match := _NO_CODE.search(script, at):
         sign = match[0]
         code = _SPACES.sub(r"\1", script[at : match.start()])
-        parts.append(code.rstrip(" ") if sign in "{}" else code)
+        parts.append(code.rstrip(" \n") if sign == "}" else code.rstrip(" ") if sign == "{" else code)
         at = match.end()
         if sign == "{" and depths:
             depths[-1] += 1
